@@ -1,0 +1,118 @@
+"""Cross-entropy over given logits, without an FP32 copy of them and without keeping the softmax."""
+
+import torch
+from torch import Tensor
+
+from . import _ops, reference
+from ._autograd import OverwritingCrossEntropy
+from ._options import Options, accumulator_dtype
+from ._validation import validate
+
+__all__ = ["cross_entropy"]
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items_in_batch: Tensor | float | None = None,
+    loss_dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Cross-entropy of `logits` against class indices, a drop-in for `torch.nn.functional.cross_entropy`.
+
+    Scores are computed and summed in FP32 (FP64 for FP64 logits); the loss and the gradient are rounded once, when they
+    are returned. Nothing waits for the device. All options combine.
+
+    Args:
+        logits: (V,), (N, V) or (N, V, d1, ...), floating point, any strides. Only read, unless `overwrite`.
+        target: the shape of `logits` without V; integers, each in [0, V) or `ignore_index`.
+        weight: (V,), a factor for the loss of each class; no gradient flows to it.
+        ignore_index: targets of this value add nothing to the loss, and get a gradient of exactly 0.
+        reduction: "mean" over the targets that count (weighted, with `weight`), "sum" or "none".
+        label_smoothing: the share, in [0, 1], of the target's probability that is spread evenly over all classes.
+        softcap: scores are `softcap * tanh(logits / softcap)`; after `logit_scale`. None for none.
+        logit_scale: factor on the logits.
+        z_loss: adds this times the squared log-sum-exp, averaged (or summed) over the targets that count, without `weight`.
+        num_items_in_batch: divisor of the mean in the place of the number of targets that count; one number, for
+            gradient accumulation. A tensor is read on the device.
+        loss_dtype: dtype of the returned loss. None for what PyTorch's function returns: the dtype of the logits, and FP32
+            for 16-bit logits under autocast.
+        overwrite: lets the gradient take the memory of `logits`, which are then unreadable. Ignored where no gradient is
+            needed and under torch.compile. `backward` works once.
+        backend: "triton", "reference", or None for Triton where it runs. LIGER_COMPAT_BACKEND sets the default.
+
+    Returns:
+        A scalar, or the shape of `target` for reduction "none". NaN for a mean when every target is ignored.
+
+    Raises:
+        TypeError: for a target of class probabilities, or tensors that are not plain (DTensor, quantised, sparse).
+        ValueError: for shapes that do not fit, unknown options, or logits that cannot be overwritten.
+        IndexError: for a target out of range, on a CPU. Elsewhere the device asserts, without a stall.
+        RuntimeError: if the backend asked for cannot run here.
+
+    Sources: one-pass log-sum-exp, Milakov and Gimelshein, arXiv:1805.02867; label smoothing, Szegedy et al.,
+    arXiv:1512.00567; soft-capped logits, Gemma 2, arXiv:2408.00118; z-loss, PaLM, arXiv:2204.02311, section 5.
+
+    >>> logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0]])
+    >>> cross_entropy(logits, torch.tensor([0, -100]))
+    tensor(0.2395)
+    """
+    validate(logits, target, weight, reduction, label_smoothing, softcap, num_items_in_batch)
+    options = Options(ignore_index, float(label_smoothing), float(softcap or 0.0), float(logit_scale), float(z_loss))
+    acc = accumulator_dtype(logits)
+    shape = target.shape
+    matrix = logits.movedim(1, -1) if logits.dim() > 2 else logits
+    matrix = matrix.reshape(-1, matrix.shape[-1])
+    target = target.reshape(-1).to(torch.int64)
+    weight = None if weight is None else weight.detach().to(acc)
+    divisor = _divisor(num_items_in_batch, acc, logits.device)
+
+    if torch._C._are_functorch_transforms_active():
+        loss = reference.composite(matrix, target, weight, divisor, reduction, options)
+    elif overwrite and matrix.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        problem = overwrite_problem(logits)
+        if problem is None and matrix.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+            problem = f"no view of shape {tuple(logits.shape)} and strides {logits.stride()} is (N, V)"
+        if problem is not None:
+            msg = f"expected logits that can be overwritten, but {problem}"
+            raise ValueError(msg)
+        loss = OverwritingCrossEntropy.apply(matrix, target, weight, divisor, reduction, options, backend)
+    else:
+        loss, _, _ = _ops.cross_entropy(matrix, target, weight, divisor, reduction, *options, backend)
+    if reduction == "none":
+        loss = loss.reshape(shape)
+    return loss.to(loss_dtype or _loss_dtype(logits))
+
+
+def _divisor(num_items: Tensor | float | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    if num_items is None:
+        return None
+    if isinstance(num_items, Tensor):
+        return num_items.detach().reshape(()).to(device, dtype, non_blocking=True)
+    return torch.full((), num_items, dtype=dtype, device=device)  # a fill, where a copy from the host would wait
+
+
+def _loss_dtype(logits: Tensor) -> torch.dtype:
+    """PyTorch's cross-entropy is on autocast's FP32 list, and otherwise returns the dtype of its input."""
+    if logits.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(logits.device.type):
+        return torch.float32
+    return logits.dtype
+
+
+def overwrite_problem(logits: Tensor) -> str | None:
+    """Why `logits` cannot be overwritten by their gradient, or None when they can."""
+    if logits.is_leaf:
+        return "they are a leaf of the graph, whose values belong to the caller"
+    shape = [size for size, stride in zip(logits.shape, logits.stride(), strict=True) if stride == 0 and size > 1]
+    if shape:
+        return f"they share memory with themselves (strides {logits.stride()})"
+    return None

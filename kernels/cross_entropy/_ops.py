@@ -1,0 +1,134 @@
+"""The loss as PyTorch operators: `liger_compat::cross_entropy` and its gradient, opaque to torch.compile, with fakes."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import _backend, reference
+from ._options import Options, accumulator_dtype
+
+calls = 0
+"""Losses computed by this process so far, under torch.compile and graph replay as far as Python runs."""
+
+_OPTIONS = "int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str? backend"
+
+
+@torch.library.custom_op(
+    "liger_compat::cross_entropy",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor target, Tensor? weight, Tensor? divisor, str reduction, {_OPTIONS})"
+    " -> (Tensor loss, Tensor lse, Tensor divisors)",
+)
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    divisor: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    logit_scale: float,
+    z_loss: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss (() or, unreduced, (N,)), log-sum-exp (N,) and divisors (2,), all in the accumulator's dtype.
+
+    `logits` (N, V) of any strides, `target` (N,) int64, `weight` (V,) and `divisor` () in the accumulator's dtype.
+    """
+    options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    divisors = prepare(logits, target, weight, divisor, reduction, options, backend)
+    loss, lse = implementation(backend, logits).row_losses(logits, target, weight, options)
+    return reduce(loss, lse, divisors, reduction, options), lse, divisors
+
+
+@cross_entropy.register_fake
+def _(logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, *_: object) -> object:
+    rows = logits.new_empty(logits.shape[0], dtype=accumulator_dtype(logits))
+    loss = torch.empty_like(rows) if reduction == "none" else rows.new_empty(())
+    return loss, rows, rows.new_empty(2)
+
+
+@torch.library.custom_op(
+    "liger_compat::cross_entropy_backward",
+    mutates_args=(),
+    schema="(Tensor grad_loss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor divisors,"
+    f" {_OPTIONS}) -> Tensor",
+)
+def cross_entropy_backward(
+    grad_loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    logit_scale: float,
+    z_loss: float,
+    backend: str | None,
+) -> Tensor:
+    """Gradient of the logits: (N, V), contiguous, in their dtype; `grad_loss` is () or (N,) of any stride."""
+    options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    implementation(backend, logits).write_gradient(grad, grad_loss, logits, target, weight, lse, divisors, options)
+    return grad
+
+
+@cross_entropy_backward.register_fake
+def _(grad_loss: Tensor, logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def implementation(backend: str | None, logits: Tensor) -> ModuleType:
+    """The backend's module. Chosen here, inside the operator, so that torch.compile need not trace the choice."""
+    module = _backend.load(backend, logits.device)
+    return module if logits.shape[0] else reference  # no rows, no programs: Triton refuses an empty grid
+
+
+def prepare(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    divisor: Tensor | None,
+    reduction: str,
+    options: Options,
+    backend: str | None,
+) -> Tensor:
+    """Counts the call, checks the targets and returns what the loss and the z-loss are divided by, shape (2,).
+
+    Raises:
+        IndexError: on a CPU, if a target is neither in [0, V) nor ignored. On other devices looking would stall the host,
+            so an assertion runs on the device and surfaces at the next synchronisation, as in PyTorch's own loss.
+    """
+    global calls
+    calls += 1
+    columns = logits.shape[1]
+    divisors, valid = implementation(backend, logits).count_targets(target, weight, columns, options)
+    if target.device.type != "cpu":
+        torch._assert_async(valid, "liger_compat cross_entropy: a target is outside [0, V) and is not ignore_index")
+    elif not valid:
+        known = ((target >= 0) & (target < columns)) | (target == options.ignore_index)
+        msg = (
+            f"expected every target to be in [0, {columns}), the number of logits, or ignore_index="
+            f"{options.ignore_index}, found {target[~known][0].item()}"
+        )
+        raise IndexError(msg)
+    divisors = divisors.to(accumulator_dtype(logits))
+    if divisor is not None:
+        return divisor.expand(2)
+    return divisors if reduction == "mean" else torch.ones_like(divisors)
+
+
+def reduce(loss: Tensor, lse: Tensor, divisors: Tensor, reduction: str, options: Options) -> Tensor:
+    """Losses of rows -> the loss asked for. Ignored rows have `loss` and `lse` 0."""
+    if reduction == "none":
+        return loss + options.z_loss * lse.square() if options.z_loss else loss
+    total = loss.sum() / divisors[0]
+    if options.z_loss:
+        total = total + options.z_loss * lse.square().sum() / divisors[1]
+    return total
+
+

@@ -1,0 +1,151 @@
+"""The cross-entropy loss in plain PyTorch: the oracle of the Triton kernels, and the default where they do not run.
+
+It works on a few rows at a time and therefore never holds an FP32 copy of all logits. `_launch.py` has the same functions.
+Tensors: `logits` (N, V), `target` (N,) int64, `weight` (V,) in the accumulator's dtype or None. No function here records
+autograd history; `_autograd.py` does that around them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ._options import Options, accumulator_dtype
+
+CHUNK_BYTES = 1 << 24
+"""Size of the FP32 copy of logits that is held at a time."""
+
+
+def count_targets(target: Tensor, weight: Tensor | None, columns: int, options: Options) -> tuple[Tensor, Tensor]:
+    """What the mean of the loss and of the z-loss divide by, shape (2,), and whether every target is in range, shape ()."""
+    counts = target != options.ignore_index
+    known = (target >= 0) & (target < columns)
+    number = counts.sum().to(torch.float32 if weight is None else weight.dtype)
+    mass = number if weight is None else torch.where(counts, weight[target.clamp(0, columns - 1)], 0).sum()
+    return torch.stack((mass, number)), (known | ~counts).all()
+
+
+def row_losses(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp of each row, both (N,), both 0 where the target is ignored."""
+    loss = logits.new_empty(logits.shape[0], dtype=accumulator_dtype(logits))
+    lse = torch.empty_like(loss)
+    for rows in _chunks(logits):
+        scores = _scores(logits[rows], options)
+        loss[rows], lse[rows] = _chunk_losses(scores, target[rows], weight, options)
+    return loss, lse
+
+
+def write_gradient(
+    grad: Tensor,
+    grad_loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    options: Options,
+) -> None:
+    """Writes the gradient of the logits to `grad` (N, V); `grad_loss` is () or (N,), applied before rounding."""
+    factors = grad_loss.to(lse.dtype).expand(logits.shape[0]).unsqueeze(1) / divisors
+    for rows in _chunks(logits):
+        scores = _scores(logits[rows], options)
+        grad[rows] = _chunk_gradient(scores, target[rows], weight, lse[rows], factors[rows], options)
+
+
+def overwrite(
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisors: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and in the place of the logits their gradient for an incoming gradient of 1."""
+    loss = logits.new_empty(logits.shape[0], dtype=accumulator_dtype(logits))
+    lse = torch.empty_like(loss)
+    factors = (1 / divisors).expand(logits.shape[0], 2)
+    for rows in _chunks(logits):
+        scores = _scores(logits[rows], options)
+        loss[rows], lse[rows] = _chunk_losses(scores, target[rows], weight, options)
+        logits[rows] = _chunk_gradient(scores, target[rows], weight, lse[rows], factors[rows], options)
+    return loss, lse
+
+
+def rescale(grad: Tensor, grad_loss: Tensor) -> None:
+    """Multiplies a finished gradient (N, V) by the incoming one, () or (N,), in place."""
+    grad_loss = grad_loss.expand(grad.shape[0]).unsqueeze(1)
+    for rows in _chunks(grad):
+        grad[rows] = grad[rows].to(accumulator_dtype(grad)) * grad_loss[rows]
+
+
+def composite(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    divisor: Tensor | None,
+    reduction: str,
+    options: Options,
+) -> Tensor:
+    """The whole loss out of differentiable operations, for `torch.func` transforms; holds FP32 copies of all logits."""
+    counts = target != options.ignore_index
+    loss, lse = _chunk_losses(_scores(logits, options), target, weight, options)
+    z_loss = options.z_loss * lse.square()
+    if reduction == "none":
+        return loss + z_loss
+    if reduction == "mean" and divisor is None:
+        mass = counts.sum() if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
+        return loss.sum() / mass + z_loss.sum() / counts.sum()
+    total = loss.sum() + z_loss.sum()
+    return total if divisor is None else total / divisor
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
+    return (slice(start, start + step) for start in range(0, logits.shape[0], step))
+
+
+def _scores(logits: Tensor, options: Options) -> Tensor:
+    """The scores that enter the softmax. May be `logits` itself: never written to."""
+    scores = logits.to(accumulator_dtype(logits))
+    if options.logit_scale != 1.0:
+        scores = scores * options.logit_scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    return scores
+
+
+def _chunk_losses(scores: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    counts = target != options.ignore_index
+    target = torch.where(counts, target, 0).unsqueeze(1)
+    lse = torch.logsumexp(scores, 1)
+    loss = lse - scores.gather(1, target).squeeze(1)
+    if weight is not None:
+        loss = loss * weight[target.squeeze(1)]
+    if options.label_smoothing:
+        if weight is None:
+            smooth = scores.shape[1] * lse - scores.sum(1)
+        else:
+            smooth = weight.sum() * lse - (scores * weight).sum(1)
+        loss = (1 - options.label_smoothing) * loss + options.label_smoothing / scores.shape[1] * smooth
+    return torch.where(counts, loss, 0), torch.where(counts, lse, 0)
+
+
+def _chunk_gradient(
+    scores: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, factors: Tensor, options: Options
+) -> Tensor:
+    """Gradient of the logits; `factors` (n, 2) multiplies the loss and the z-loss of each row."""
+    columns = scores.shape[1]
+    counts = (target != options.ignore_index).unsqueeze(1)
+    target = torch.where(counts, target.unsqueeze(1), 0)
+    on_target = factors[:, :1]
+    if weight is not None:
+        on_target = on_target * weight[target]
+    on_target = (1 - options.label_smoothing) * on_target
+    on_all = options.label_smoothing / columns * factors[:, :1]
+    mass = columns if weight is None else weight.sum()
+    on_probability = on_target + on_all * mass + 2 * options.z_loss * factors[:, 1:] * lse.unsqueeze(1)
+
+    grad = (scores - lse.unsqueeze(1)).exp_().mul_(on_probability)
+    if options.label_smoothing:
+        grad -= on_all if weight is None else on_all * weight
+    grad.scatter_add_(1, target, -on_target)
+    if options.softcap:
+        grad *= 1 - (scores / options.softcap).square()
+    if options.logit_scale != 1.0:
+        grad *= options.logit_scale
+    return grad.masked_fill_(~counts, 0)

@@ -1,0 +1,67 @@
+"""The ways to reach a model's loss, in order of preference, and the choice among them."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ..replacement import Replacement
+from ..upstream import Upstream
+from . import head, inline, loss_function
+from .settings import Settings
+
+ADAPTERS = (loss_function, inline)
+"""Modules with NAME and `examine(model, upstream)`."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An adapter that was not taken, and why."""
+
+    adapter: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The adapter that reaches the loss of one model, or None, with all reasons."""
+
+    model: str
+    """Name of the model's class."""
+    path: str
+    """Where it is inside the model that was given; empty for that model itself."""
+    adapter: str | None
+    why: str
+    refused: tuple[Refusal, ...]
+    logits: str
+    """What happens to the logits: the mode asked for, or "keep" where that cannot be had."""
+    logits_why: str
+    """Why that is not the mode asked for; empty if it is."""
+
+    def __str__(self) -> str:
+        where = f"{self.model}{f' at {self.path}' if self.path else ''}"
+        lines = [f"{where}: {self.adapter or 'no adapter'}" + (f", because {self.why}" if self.adapter else "")]
+        lines += [f"  not {refusal.adapter}: {refusal.why}" for refusal in self.refused]
+        if self.logits_why:
+            lines.append(f"  logits are kept: {self.logits_why}")
+        return "\n".join(lines)
+
+
+def choose(model: PreTrainedModel, upstream: Upstream, logits: str, path: str = "") -> Choice:
+    """The first adapter that can serve `model`, whose loss is made in its own forward, in the mode `logits`."""
+    refused: list[Refusal] = []
+    for adapter in ADAPTERS:
+        accepted, why = adapter.examine(model, upstream)
+        if accepted:
+            kept_because = head.problem(model) if logits == "overwrite" else None
+            if kept_because is not None:
+                return Choice(type(model).__name__, path, adapter.NAME, why, tuple(refused), "keep", kept_because)
+            return Choice(type(model).__name__, path, adapter.NAME, why, tuple(refused), logits, "")
+        refused.append(Refusal(adapter.NAME, why))
+    return Choice(type(model).__name__, path, None, "", tuple(refused), logits, "")
+
+
+def apply(choice: Choice, model: PreTrainedModel, upstream: Upstream, settings: Settings) -> Replacement | None:
+    """Lets the chosen adapter serve `model`; returns the attribute that was replaced, if one was."""
+    if choice.adapter == inline.NAME or choice.logits == "overwrite":
+        head.install(model, settings)
+    return loss_function.apply(model, upstream, settings) if choice.adapter == loss_function.NAME else None

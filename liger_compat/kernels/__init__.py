@@ -1,0 +1,32 @@
+"""The kernels of liger_compat, by name. Their sources are under kernels/ at the root of the repository."""
+
+try:
+    from .cross_entropy import cross_entropy, overwrite_problem
+except ModuleNotFoundError as error:  # pragma: no cover  # a checkout that was not installed
+    if error.name != f"{__name__}.cross_entropy":
+        raise
+    msg = (
+        "liger_compat.kernels is empty: this is a checkout that is not installed, and its kernels lie under kernels/. "
+        'Run "pip install -e ." at its root, or leave the root if liger_compat is installed elsewhere.'
+    )
+    raise ImportError(msg) from error
+from .cross_entropy._backend import BACKENDS, choose, device_problem, triton_problem
+from .cross_entropy._validation import plain as is_plain
+
+__all__ = [
+    "BACKENDS",
+    "choose",
+    "cross_entropy",
+    "device_problem",
+    "is_plain",
+    "losses_computed",
+    "overwrite_problem",
+    "triton_problem",
+]
+
+
+def losses_computed() -> int:
+    """How many losses the kernels have computed in this process: 0 proves that a run was stock."""
+    from .cross_entropy import _ops
+
+    return _ops.calls
