@@ -74,11 +74,8 @@ def patch(model: M, *, logits: str = "keep", backend: str | None = None) -> M:
     settings = Settings(uuid.uuid4().hex, overwrite=logits == "overwrite", backend=backend)
     record = Record(settings, decide(target, upstream, logits), [])
     try:
-        for choice in record.choices:
-            if choice.adapter is not None:
-                replacement = apply(choice, target.get_submodule(choice.path), upstream, settings)
-                if replacement is not None:
-                    record.replacements.append(replacement)
+        for replacement in apply(record.choices, target, upstream, settings):
+            record.replacements.append(replacement)
     except BaseException:
         _undo(target, record)
         raise

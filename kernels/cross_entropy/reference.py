@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ._options import Options, accumulator_dtype
 
-CHUNK_BYTES = 1 << 24
-"""Size of the FP32 copy of logits that is held at a time."""
+CHUNK_BYTES = 1 << 22
+"""Size of the FP32 copy of logits that is held at a time; small enough for the caches of a CPU."""
 
 
 def count_targets(target: Tensor, weight: Tensor | None, columns: int, options: Options) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The ways to reach a model's loss, in order of preference, and the choice among them."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -60,8 +61,16 @@ def choose(model: PreTrainedModel, upstream: Upstream, logits: str, path: str = 
     return Choice(type(model).__name__, path, None, "", tuple(refused), logits, "")
 
 
-def apply(choice: Choice, model: PreTrainedModel, upstream: Upstream, settings: Settings) -> Replacement | None:
-    """Lets the chosen adapter serve `model`; returns the attribute that was replaced, if one was."""
-    if choice.adapter == inline.NAME or choice.logits == "overwrite":
-        head.install(model, settings)
-    return loss_function.apply(model, upstream, settings) if choice.adapter == loss_function.NAME else None
+def apply(
+    choices: Sequence[Choice], model: PreTrainedModel, upstream: Upstream, settings: Settings
+) -> Iterator[Replacement]:
+    """Lets the chosen adapters serve `model` and the models inside it; yields the attributes that were replaced."""
+    served = [choice for choice in choices if choice.adapter is not None]
+    hooked = [choice for choice in served if choice.adapter == inline.NAME or choice.logits == "overwrite"]
+    for choice in hooked:
+        head.install(model.get_submodule(choice.path), settings)
+    if hooked:
+        head.install_watch(model, settings)
+    for choice in served:
+        if choice.adapter == loss_function.NAME:
+            yield loss_function.apply(model.get_submodule(choice.path), upstream, settings)

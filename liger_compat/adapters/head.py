@@ -35,8 +35,13 @@ def problem(model: PreTrainedModel) -> str | None:
 
 
 def install(model: PreTrainedModel, settings: Settings) -> None:
-    """Hooks the output head, once, and the model."""
+    """Hooks the output head of a model, whose own forward or that of a model around it makes the loss."""
     _hook(output_head(model), settings)
+    model.register_forward_pre_hook(FollowHead(settings))
+
+
+def install_watch(model: PreTrainedModel, settings: Settings) -> None:
+    """Hooks the forward of the whole model, in which the loss is made."""
     model.register_forward_pre_hook(Begin(settings))
     model.register_forward_hook(Finish(settings), with_kwargs=True)
 
@@ -118,20 +123,24 @@ class TrackLogits(Hook):
         )
 
 
-class Begin(Hook):
-    """Forward pre-hook of the model: the head may be another module than last time (resized, wrapped, replaced)."""
+class FollowHead(Hook):
+    """Forward pre-hook of a model: its head may be another module than last time (resized, wrapped, replaced)."""
 
     def __call__(self, model: PreTrainedModel, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self.settings.losses_before = self.settings.counters.kernel_losses
-        head = output_head(model)
-        if head is not None and inspection.head_problem(model, head) is None:
-            _hook(head, self.settings)
+        if not torch.compiler.is_compiling():
+            _hook(output_head(model), self.settings)
+
+
+class Begin(Hook):
+    """Forward pre-hook of the whole model."""
+
+    def __call__(self, model: PreTrainedModel, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.settings.losses_before = self.settings.counters.kernel_losses
 
 
 class Finish(Hook):
-    """Forward hook of the model: logits without a loss become plain, and a loss without the kernel is reported."""
+    """Forward hook of the whole model: logits without a loss become plain, and a loss without the kernel is reported."""
 
     def __call__(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():

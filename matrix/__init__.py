@@ -1,0 +1,1 @@
+"""What is tested: pins of transformers, the environments that they run in, and upstream's git."""

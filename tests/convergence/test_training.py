@@ -1,0 +1,56 @@
+"""32 steps of training on real text, unpatched beside patched: everything that a step computes is compared."""
+
+from functools import cache
+
+import pytest
+import torch
+from compare import BOUNDS, distance, distances
+from families import available, build, upstream_problem
+from training import STEPS, Trace, train
+
+import liger_compat
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@cache
+def stock(family: str, dtype: torch.dtype, device: torch.device) -> Trace:
+    trace = train(build(family, dtype=dtype).to(device))
+    assert trace.kernel_losses == 0, "the reference run is not stock"
+    assert trace.losses[-1] < 0.9 * trace.losses[0], "the reference run learns nothing"
+    return trace
+
+
+@pytest.mark.parametrize("logits", ["keep", "overwrite"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", available())
+def test_trains_as_stock(family: str, dtype: str, logits: str, device: torch.device) -> None:
+    if (problem := upstream_problem(family)) is not None:
+        pytest.skip(f"na: {problem}")
+    expected = stock(family, DTYPES[dtype], device)
+    bounds = BOUNDS[DTYPES[dtype]]
+    model = liger_compat.patch(build(family, dtype=DTYPES[dtype]).to(device), logits=logits)
+    overwritten = liger_compat.report(model).logits == "overwrite" and not _copies_logits(family, dtype)
+    found = train(model, read_logits=not overwritten)
+
+    assert found.kernel_losses == STEPS
+    assert liger_compat.report(model).counters.kernel_losses == STEPS
+    assert max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True)) <= bounds.loss
+    assert distances(found.gradients, expected.gradients) <= bounds.tensors
+    assert distances(found.parameters, expected.parameters) <= bounds.tensors
+    if overwritten:
+        with pytest.raises(liger_compat.OverwrittenLogitsError, match="overwrite"):
+            found.output.logits.sum()
+        return
+    assert found.logits_before.dtype == expected.logits_before.dtype
+    assert type(found.output.logits) is torch.Tensor
+    assert torch.equal(found.logits_before, found.logits_after), "backward() changed outputs.logits"
+    assert distance(found.logits_before, expected.logits_before) <= bounds.tensors
+    assert distance(found.logits_grad, expected.logits_grad) <= bounds.tensors
+
+
+@cache
+def _copies_logits(family: str, dtype: str) -> bool:
+    """Whether the model hands the loss a copy of its logits, which then is what gets overwritten."""
+    model = liger_compat.patch(build(family, dtype=DTYPES[dtype]), logits="overwrite")
+    return type(train(model, steps=1, read_logits=False).output.logits) is torch.Tensor
