@@ -87,7 +87,7 @@ def cross_entropy(
             raise ValueError(msg)
         loss = OverwritingCrossEntropy.apply(matrix, target, weight, divisor, reduction, options, backend)
     else:
-        loss, _, _ = _ops.cross_entropy(matrix, target, weight, divisor, reduction, *options, backend)
+        loss, *_ = _ops.cross_entropy(matrix, target, weight, divisor, reduction, *options, backend)
     if reduction == "none":
         loss = loss.reshape(shape)
     return loss.to(loss_dtype or _loss_dtype(logits))

@@ -10,10 +10,10 @@ from . import _ops
 from ._options import Options
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, weight, _, _, *ctx.options = inputs
-    _, lse, divisors = output
-    ctx.save_for_backward(logits, target, weight, lse, divisors)
+    _, *statistics = output  # maximum, total, divisors
+    ctx.save_for_backward(logits, target, weight, *statistics)
     ctx.set_materialize_grads(False)
 
 
@@ -61,15 +61,15 @@ class OverwritingCrossEntropy(torch.autograd.Function):
         implementation = _ops.implementation(backend, buffer)
         late = buffer.dtype is torch.float16
         if late:
-            loss, lse = implementation.row_losses(buffer, target, weight, options)
+            rows = implementation.row_losses(buffer, target, weight, options)
         else:
-            loss, lse = implementation.overwrite(buffer, target, weight, divisors, options)
+            rows = implementation.overwrite(buffer, target, weight, divisors, options)
         # Kernels write unseen by autograd. This tells it, so that whoever saved the logits for a backward pass of their
         # own gets PyTorch's error about an in-place change, not a wrong gradient.
         torch.autograd.graph.increment_version(buffer)
-        ctx.save_for_backward(buffer, target, weight, lse, divisors)
+        ctx.save_for_backward(buffer, target, weight, *rows[1:], divisors)
         ctx.late, ctx.options, ctx.backend, ctx.spent = late, options, backend, False  # type: ignore[attr-defined]
-        return _ops.reduce(loss, lse, divisors, reduction, options)
+        return _ops.reduce(*rows, divisors, reduction, options)
 
     @staticmethod
     @once_differentiable
@@ -81,10 +81,10 @@ class OverwritingCrossEntropy(torch.autograd.Function):
             )
             raise RuntimeError(msg)
         ctx.spent = True
-        buffer, target, weight, lse, divisors = ctx.saved_tensors
+        buffer, *saved = ctx.saved_tensors
         implementation = _ops.implementation(ctx.backend, buffer)
         if ctx.late:
-            implementation.write_gradient(buffer, grad_loss, buffer, target, weight, lse, divisors, ctx.options)
+            implementation.write_gradient(buffer, grad_loss, buffer, *saved, ctx.options)
         else:
             implementation.rescale(buffer, grad_loss)
         return (buffer, *[None] * 6)

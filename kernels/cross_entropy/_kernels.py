@@ -3,15 +3,16 @@
 With `y` the scores that enter the softmax (logits, scaled, then capped) and `w` the class weights (1 without), a row of
 target `t` has
 
-    lse  = log sum_c exp(y_c)
+    m    = max_c y_c,  s = sum_c exp(y_c - m),  lse = m + log s
     loss = (1 - e) w_t (lse - y_t)  +  (e / V) sum_c w_c (lse - y_c)
 
 for label smoothing `e`. Its gradient in `y_c`, with `a` the factor of the loss and `b` that of the z-loss term `lse**2`, is
 
-    exp(y_c - lse) (a ((1 - e) w_t + (e / V) sum w) + 2 b lse)  -  a (e / V) w_c  -  [c = t] a (1 - e) w_t
+    exp(y_c - m) / s (a ((1 - e) w_t + (e / V) sum w) + 2 b lse)  -  a (e / V) w_c  -  [c = t] a (1 - e) w_t
 
-and the chain rule through the cap and the scale follows. Scores are computed and summed in ACC (FP32; FP64 for FP64 logits)
-whatever the dtype of the logits, and the gradient is rounded once, when it is stored.
+and the chain rule through the cap and the scale follows. `m` and `s` are kept, not `lse`: its rounding would be an error of
+every probability of the row. Scores are computed and summed in ACC (FP32; FP64 for FP64 logits) whatever the dtype of the
+logits, and the gradient is rounded once, when it is stored.
 """
 
 import triton
@@ -26,7 +27,7 @@ def _tanh(u, ACC: tl.constexpr):
     polynomial near zero (coefficients of Cephes' `tanhf`, S. Moshier) and the exponential form beyond.
     """
     t = tl.exp(-2.0 * tl.abs(u))
-    result = (1.0 - t) / (1.0 + t)
+    result = 1.0 - 2.0 * t / (1.0 + t)
     result = tl.where(u < 0, -result, result)
     if ACC == tl.float32:
         z = u * u
@@ -74,7 +75,7 @@ def _row_loss(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Loss and log-sum-exp of one row that counts; reads the row once (Milakov and Gimelshein, arXiv:1805.02867)."""
+    """Loss, maximum and sum of one row that counts; reads it once (Milakov and Gimelshein, arXiv:1805.02867)."""
     maximum = tl.full((), float("-inf"), ACC)
     total = tl.full((), 0.0, ACC)
     smooth = tl.full((), 0.0, ACC)
@@ -94,20 +95,21 @@ def _row_loss(
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         total = total * tl.exp(maximum - base) + tl.sum(tl.exp(y - base), 0)
         maximum = new_maximum
-    lse = maximum + tl.log(total)
+    log_total = tl.log(total)
 
     # A target outside [0, V) is reported by the launcher; here it must only not be read from.
     known = (target >= 0) & (target < V)
     at_target = tl.load(row_ptr + target * stride_col, mask=known, other=float("nan"))
-    loss = lse - _scores(at_target, LOGIT_SCALE, SOFTCAP, ACC)
+    # Not lse - score: where both are large and close, their difference has lost its digits.
+    loss = log_total + (maximum - _scores(at_target, LOGIT_SCALE, SOFTCAP, ACC))
     if HAS_WEIGHT:
         loss = loss * tl.load(weight_ptr + target, mask=known, other=0.0)
     if LABEL_SMOOTHING > 0.0:
         mass = V.to(ACC)
         if HAS_WEIGHT:
             mass = tl.load(weight_sum_ptr)
-        loss = (1.0 - LABEL_SMOOTHING) * loss + LABEL_SMOOTHING / V * (mass * lse - smooth)
-    return loss, lse
+        loss = (1.0 - LABEL_SMOOTHING) * loss + LABEL_SMOOTHING / V * (mass * (maximum + log_total) - smooth)
+    return loss, maximum, total
 
 
 @triton.jit
@@ -119,7 +121,8 @@ def _write_row_gradient(
     weight_ptr,
     weight_sum_ptr,
     target,
-    lse,
+    maximum,
+    total,
     loss_factor,
     z_factor,
     V,
@@ -148,12 +151,13 @@ def _write_row_gradient(
     else:
         on_probability = on_target
     if Z_LOSS != 0.0:
-        on_probability += 2.0 * z_factor * lse
+        on_probability += 2.0 * z_factor * (maximum + tl.log(total))
+    on_probability = on_probability / total
     for start in range(0, V, BLOCK):
         cols, offsets = _columns(start, stride_col, BLOCK, WIDE)
         inside = cols < V
         y = _scores(tl.load(row_ptr + offsets, mask=inside, other=0.0), LOGIT_SCALE, SOFTCAP, ACC)
-        d = tl.exp(y - lse) * on_probability
+        d = tl.exp(y - maximum) * on_probability
         if LABEL_SMOOTHING > 0.0:
             if HAS_WEIGHT:
                 d -= on_all * tl.load(weight_ptr + cols, mask=inside, other=0.0)
@@ -223,7 +227,8 @@ def _ce_forward_kernel(
     weight_ptr,  # (V,) ACC or None
     weight_sum_ptr,  # () ACC or None
     loss_ptr,  # (N,) ACC out
-    lse_ptr,  # (N,) ACC out
+    maximum_ptr,  # (N,) ACC out
+    total_ptr,  # (N,) ACC out
     V,
     ignore_index,
     LABEL_SMOOTHING: tl.constexpr,
@@ -234,18 +239,20 @@ def _ce_forward_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Loss and log-sum-exp of each row; both are 0 where the target is ignored, and such a row is not read."""
+    """Loss, maximum and sum of each row; 0, 0 and 1 where the target is ignored, and such a row is not read."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row * target_stride)
     loss = tl.full((), 0.0, ACC)
-    lse = tl.full((), 0.0, ACC)
+    maximum = tl.full((), 0.0, ACC)
+    total = tl.full((), 1.0, ACC)
     if target != ignore_index:
-        loss, lse = _row_loss(
+        loss, maximum, total = _row_loss(
             logits_ptr + row * logits_stride_row, logits_stride_col, weight_ptr, weight_sum_ptr, target, V,
             LABEL_SMOOTHING, LOGIT_SCALE, SOFTCAP, HAS_WEIGHT, WIDE, ACC, BLOCK,
         )  # fmt: skip
     tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    tl.store(maximum_ptr + row, maximum)
+    tl.store(total_ptr + row, total)
 
 
 @triton.heuristics({"HAS_WEIGHT": lambda args: args["weight_ptr"] is not None})
@@ -263,7 +270,8 @@ def _ce_backward_kernel(
     target_stride,
     weight_ptr,  # (V,) ACC or None
     weight_sum_ptr,  # () ACC or None
-    lse_ptr,  # (N,) ACC
+    maximum_ptr,  # (N,) ACC
+    total_ptr,  # (N,) ACC
     divisors_ptr,  # (2,) ACC
     V,
     ignore_index,
@@ -288,7 +296,8 @@ def _ce_backward_kernel(
         z_factor = grad_loss / tl.load(divisors_ptr + 1) * Z_LOSS
         _write_row_gradient(
             grad_ptr, grad_stride_col, logits_ptr + row * logits_stride_row, logits_stride_col,
-            weight_ptr, weight_sum_ptr, target, tl.load(lse_ptr + row), loss_factor, z_factor, V,
+            weight_ptr, weight_sum_ptr, target, tl.load(maximum_ptr + row), tl.load(total_ptr + row), loss_factor,
+            z_factor, V,
             LABEL_SMOOTHING, LOGIT_SCALE, SOFTCAP, HAS_WEIGHT, Z_LOSS, WIDE, ACC, BLOCK,
         )  # fmt: skip
 
@@ -305,7 +314,8 @@ def _ce_overwrite_kernel(
     weight_sum_ptr,  # () ACC or None
     divisors_ptr,  # (2,) ACC
     loss_ptr,  # (N,) ACC out
-    lse_ptr,  # (N,) ACC out
+    maximum_ptr,  # (N,) ACC out
+    total_ptr,  # (N,) ACC out
     V,
     ignore_index,
     LABEL_SMOOTHING: tl.constexpr,
@@ -322,23 +332,25 @@ def _ce_overwrite_kernel(
     target = tl.load(target_ptr + row * target_stride)
     logits_ptr += row * logits_stride_row
     loss = tl.full((), 0.0, ACC)
-    lse = tl.full((), 0.0, ACC)
+    maximum = tl.full((), 0.0, ACC)
+    total = tl.full((), 1.0, ACC)
     if target == ignore_index:
         _write_row_zeros(logits_ptr, logits_stride_col, V, WIDE, BLOCK)
     else:
-        loss, lse = _row_loss(
+        loss, maximum, total = _row_loss(
             logits_ptr, logits_stride_col, weight_ptr, weight_sum_ptr, target, V,
             LABEL_SMOOTHING, LOGIT_SCALE, SOFTCAP, HAS_WEIGHT, WIDE, ACC, BLOCK,
         )  # fmt: skip
         # Every thread of this program has read the target's score before any of them overwrites it.
         tl.debug_barrier()
         _write_row_gradient(
-            logits_ptr, logits_stride_col, logits_ptr, logits_stride_col, weight_ptr, weight_sum_ptr, target, lse,
-            1.0 / tl.load(divisors_ptr), 1.0 / tl.load(divisors_ptr + 1) * Z_LOSS, V,
+            logits_ptr, logits_stride_col, logits_ptr, logits_stride_col, weight_ptr, weight_sum_ptr, target,
+            maximum, total, 1.0 / tl.load(divisors_ptr), 1.0 / tl.load(divisors_ptr + 1) * Z_LOSS, V,
             LABEL_SMOOTHING, LOGIT_SCALE, SOFTCAP, HAS_WEIGHT, Z_LOSS, WIDE, ACC, BLOCK,
         )  # fmt: skip
     tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    tl.store(maximum_ptr + row, maximum)
+    tl.store(total_ptr + row, total)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _kernels
-from ._options import Options, accumulator_dtype
+from ._options import Options, accumulator_dtype, row_outputs
 from ._tuning import COUNT_BLOCK, launch_for
 
 _INT32_MAX = 2**31 - 1
@@ -27,15 +27,15 @@ def count_targets(target: Tensor, weight: Tensor | None, columns: int, options: 
     return divisors, valid
 
 
-def row_losses(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+def row_losses(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.row_losses`."""
-    loss, lse = _row_outputs(logits)
+    outputs = row_outputs(logits)
     with _on_device_of(logits):
         _kernels._ce_forward_kernel[(logits.shape[0],)](
-            logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), loss, lse,
+            logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), *outputs,
             logits.shape[1], options.ignore_index, **_constants(logits, logits, options),
         )  # fmt: skip
-    return loss, lse
+    return outputs
 
 
 def write_gradient(
@@ -44,7 +44,8 @@ def write_gradient(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    lse: Tensor,
+    maximum: Tensor,
+    total: Tensor,
     divisors: Tensor,
     options: Options,
 ) -> None:
@@ -52,22 +53,22 @@ def write_gradient(
     with _on_device_of(logits):
         _kernels._ce_backward_kernel[(logits.shape[0],)](
             grad, *grad.stride(), grad_loss, _stride_or_zero(grad_loss), logits, *logits.stride(), target,
-            target.stride(0), weight, _weight_sum(weight), lse, divisors, logits.shape[1], options.ignore_index,
+            target.stride(0), weight, _weight_sum(weight), maximum, total, divisors, logits.shape[1], options.ignore_index,
             Z_LOSS=options.z_loss, **_constants(logits, grad, options),
         )  # fmt: skip
 
 
 def overwrite(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisors: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.overwrite`."""
-    loss, lse = _row_outputs(logits)
+    outputs = row_outputs(logits)
     with _on_device_of(logits):
         _kernels._ce_overwrite_kernel[(logits.shape[0],)](
-            logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), divisors, loss, lse,
+            logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), divisors, *outputs,
             logits.shape[1], options.ignore_index, Z_LOSS=options.z_loss, **_constants(logits, logits, options),
         )  # fmt: skip
-    return loss, lse
+    return outputs
 
 
 def rescale(grad: Tensor, grad_loss: Tensor) -> None:
@@ -91,11 +92,6 @@ def _constants(logits: Tensor, grad: Tensor, options: Options) -> dict[str, Any]
         "BLOCK": launch.block,
         "num_warps": launch.warps,
     }
-
-
-def _row_outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
-    loss = torch.empty(logits.shape[0], dtype=accumulator_dtype(logits), device=logits.device)
-    return loss, torch.empty_like(loss)
 
 
 def _weight_sum(weight: Tensor | None) -> Tensor | None:

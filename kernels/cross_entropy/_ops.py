@@ -18,7 +18,7 @@ _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float logit_
     "liger_compat::cross_entropy",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, Tensor? weight, Tensor? divisor, str reduction, {_OPTIONS})"
-    " -> (Tensor loss, Tensor lse, Tensor divisors)",
+    " -> (Tensor loss, Tensor maximum, Tensor total, Tensor divisors)",
 )
 def cross_entropy(
     logits: Tensor,
@@ -32,28 +32,28 @@ def cross_entropy(
     logit_scale: float,
     z_loss: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss (() or, unreduced, (N,)), log-sum-exp (N,) and divisors (2,), all in the accumulator's dtype.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss (() or, unreduced, (N,)), maximum and sum of each row's softmax (N,), and divisors (2,), in the accumulator's dtype.
 
     `logits` (N, V) of any strides, `target` (N,) int64, `weight` (V,) and `divisor` () in the accumulator's dtype.
     """
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     divisors = prepare(logits, target, weight, divisor, reduction, options, backend)
-    loss, lse = implementation(backend, logits).row_losses(logits, target, weight, options)
-    return reduce(loss, lse, divisors, reduction, options), lse, divisors
+    loss, maximum, total = implementation(backend, logits).row_losses(logits, target, weight, options)
+    return reduce(loss, maximum, total, divisors, reduction, options), maximum, total, divisors
 
 
 @cross_entropy.register_fake
 def _(logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, *_: object) -> object:
     rows = logits.new_empty(logits.shape[0], dtype=accumulator_dtype(logits))
     loss = torch.empty_like(rows) if reduction == "none" else rows.new_empty(())
-    return loss, rows, rows.new_empty(2)
+    return loss, rows, torch.empty_like(rows), rows.new_empty(2)
 
 
 @torch.library.custom_op(
     "liger_compat::cross_entropy_backward",
     mutates_args=(),
-    schema="(Tensor grad_loss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor divisors,"
+    schema="(Tensor grad_loss, Tensor logits, Tensor target, Tensor? weight, Tensor maximum, Tensor total, Tensor divisors,"
     f" {_OPTIONS}) -> Tensor",
 )
 def cross_entropy_backward(
@@ -61,7 +61,8 @@ def cross_entropy_backward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    lse: Tensor,
+    maximum: Tensor,
+    total: Tensor,
     divisors: Tensor,
     ignore_index: int,
     label_smoothing: float,
@@ -73,7 +74,9 @@ def cross_entropy_backward(
     """Gradient of the logits: (N, V), contiguous, in their dtype; `grad_loss` is () or (N,) of any stride."""
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    implementation(backend, logits).write_gradient(grad, grad_loss, logits, target, weight, lse, divisors, options)
+    implementation(backend, logits).write_gradient(
+        grad, grad_loss, logits, target, weight, maximum, total, divisors, options
+    )
     return grad
 
 
@@ -118,17 +121,19 @@ def prepare(
         raise IndexError(msg)
     divisors = divisors.to(accumulator_dtype(logits))
     if divisor is not None:
-        return divisor.expand(2)
+        return divisor.repeat(2)
     return divisors if reduction == "mean" else torch.ones_like(divisors)
 
 
-def reduce(loss: Tensor, lse: Tensor, divisors: Tensor, reduction: str, options: Options) -> Tensor:
-    """Losses of rows -> the loss asked for. Ignored rows have `loss` and `lse` 0."""
-    if reduction == "none":
-        return loss + options.z_loss * lse.square() if options.z_loss else loss
-    total = loss.sum() / divisors[0]
+def reduce(
+    loss: Tensor, maximum: Tensor, total: Tensor, divisors: Tensor, reduction: str, options: Options
+) -> Tensor:
+    """Losses of rows -> the loss asked for. Ignored rows add nothing: their loss and log-sum-exp are 0."""
     if options.z_loss:
-        total = total + options.z_loss * lse.square().sum() / divisors[1]
-    return total
+        z_loss = options.z_loss * (maximum + total.log()).square()
+        if reduction == "none":
+            return loss + z_loss
+        return loss.sum() / divisors[0] + z_loss.sum() / divisors[1]
+    return loss if reduction == "none" else loss.sum() / divisors[0]
 
 

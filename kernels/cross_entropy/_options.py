@@ -1,4 +1,4 @@
-"""What is fixed for a whole call, in one place for both backends."""
+"""What both backends agree on: the options of a call, the precision, and what a row yields."""
 
 from typing import NamedTuple
 
@@ -19,3 +19,9 @@ class Options(NamedTuple):
 def accumulator_dtype(logits: Tensor) -> torch.dtype:
     """The dtype that scores and losses are computed in: FP32, and FP64 for FP64 logits."""
     return torch.float64 if logits.dtype is torch.float64 else torch.float32
+
+
+def row_outputs(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised loss, maximum and sum of each row of `logits`."""
+    loss = torch.empty(logits.shape[0], dtype=accumulator_dtype(logits), device=logits.device)
+    return loss, torch.empty_like(loss), torch.empty_like(loss)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._options import Options, accumulator_dtype
+from ._options import Options, accumulator_dtype, row_outputs
 
 CHUNK_BYTES = 1 << 22
 """Size of the FP32 copy of logits that is held at a time; small enough for the caches of a CPU."""
@@ -25,14 +25,13 @@ def count_targets(target: Tensor, weight: Tensor | None, columns: int, options: 
     return torch.stack((mass, number)), (known | ~counts).all()
 
 
-def row_losses(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each row, both (N,), both 0 where the target is ignored."""
-    loss = logits.new_empty(logits.shape[0], dtype=accumulator_dtype(logits))
-    lse = torch.empty_like(loss)
+def row_losses(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the loss, the maximum and the sum of the softmax; 0, 0 and 1 where the target is ignored. All (N,)."""
+    loss, maximum, total = row_outputs(logits)
     for rows in _chunks(logits):
         scores = _scores(logits[rows], options)
-        loss[rows], lse[rows] = _chunk_losses(scores, target[rows], weight, options)
-    return loss, lse
+        loss[rows], maximum[rows], total[rows] = _chunk_losses(scores, target[rows], weight, options)
+    return loss, maximum, total
 
 
 def write_gradient(
@@ -41,29 +40,33 @@ def write_gradient(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    lse: Tensor,
+    maximum: Tensor,
+    total: Tensor,
     divisors: Tensor,
     options: Options,
 ) -> None:
     """Writes the gradient of the logits to `grad` (N, V); `grad_loss` is () or (N,), applied before rounding."""
-    factors = grad_loss.to(lse.dtype).expand(logits.shape[0]).unsqueeze(1) / divisors
+    factors = grad_loss.to(total.dtype).expand(logits.shape[0]).unsqueeze(1) / divisors
     for rows in _chunks(logits):
         scores = _scores(logits[rows], options)
-        grad[rows] = _chunk_gradient(scores, target[rows], weight, lse[rows], factors[rows], options)
+        grad[rows] = _chunk_gradient(
+            scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options
+        )
 
 
 def overwrite(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisors: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`row_losses`, and in the place of the logits their gradient for an incoming gradient of 1."""
-    loss = logits.new_empty(logits.shape[0], dtype=accumulator_dtype(logits))
-    lse = torch.empty_like(loss)
+    loss, maximum, total = row_outputs(logits)
     factors = (1 / divisors).expand(logits.shape[0], 2)
     for rows in _chunks(logits):
         scores = _scores(logits[rows], options)
-        loss[rows], lse[rows] = _chunk_losses(scores, target[rows], weight, options)
-        logits[rows] = _chunk_gradient(scores, target[rows], weight, lse[rows], factors[rows], options)
-    return loss, lse
+        loss[rows], maximum[rows], total[rows] = _chunk_losses(scores, target[rows], weight, options)
+        logits[rows] = _chunk_gradient(
+            scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options
+        )
+    return loss, maximum, total
 
 
 def rescale(grad: Tensor, grad_loss: Tensor) -> None:
@@ -83,8 +86,8 @@ def composite(
 ) -> Tensor:
     """The whole loss out of differentiable operations, for `torch.func` transforms; holds FP32 copies of all logits."""
     counts = target != options.ignore_index
-    loss, lse = _chunk_losses(_scores(logits, options), target, weight, options)
-    z_loss = options.z_loss * lse.square()
+    loss, maximum, total = _chunk_losses(_scores(logits, options), target, weight, options)
+    z_loss = options.z_loss * (maximum + total.log()).square()
     if reduction == "none":
         return loss + z_loss
     if reduction == "mean" and divisor is None:
@@ -109,24 +112,37 @@ def _scores(logits: Tensor, options: Options) -> Tensor:
     return scores
 
 
-def _chunk_losses(scores: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+def _chunk_losses(
+    scores: Tensor, target: Tensor, weight: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
     counts = target != options.ignore_index
     target = torch.where(counts, target, 0).unsqueeze(1)
-    lse = torch.logsumexp(scores, 1)
-    loss = lse - scores.gather(1, target).squeeze(1)
+    maximum = scores.amax(1, keepdim=True)
+    below = scores - maximum
+    # Not lse - score: where both are large and close, their difference has lost its digits.
+    at_target = below.gather(1, target).squeeze(1)
+    total = below.exp().sum(1)
+    maximum = maximum.squeeze(1)
+    loss = total.log() - at_target
     if weight is not None:
         loss = loss * weight[target.squeeze(1)]
     if options.label_smoothing:
         if weight is None:
-            smooth = scores.shape[1] * lse - scores.sum(1)
+            smooth = scores.shape[1] * (maximum + total.log()) - scores.sum(1)
         else:
-            smooth = weight.sum() * lse - (scores * weight).sum(1)
+            smooth = weight.sum() * (maximum + total.log()) - (scores * weight).sum(1)
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing / scores.shape[1] * smooth
-    return torch.where(counts, loss, 0), torch.where(counts, lse, 0)
+    return torch.where(counts, loss, 0), torch.where(counts, maximum, 0), torch.where(counts, total, 1)
 
 
 def _chunk_gradient(
-    scores: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, factors: Tensor, options: Options
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    maximum: Tensor,
+    total: Tensor,
+    factors: Tensor,
+    options: Options,
 ) -> Tensor:
     """Gradient of the logits; `factors` (n, 2) multiplies the loss and the z-loss of each row."""
     columns = scores.shape[1]
@@ -138,9 +154,12 @@ def _chunk_gradient(
     on_target = (1 - options.label_smoothing) * on_target
     on_all = options.label_smoothing / columns * factors[:, :1]
     mass = columns if weight is None else weight.sum()
-    on_probability = on_target + on_all * mass + 2 * options.z_loss * factors[:, 1:] * lse.unsqueeze(1)
+    maximum, total = maximum.unsqueeze(1), total.unsqueeze(1)
+    on_probability = on_target + on_all * mass
+    if options.z_loss:
+        on_probability = on_probability + 2 * options.z_loss * factors[:, 1:] * (maximum + total.log())
 
-    grad = (scores - lse.unsqueeze(1)).exp_().mul_(on_probability)
+    grad = (scores - maximum).exp_().mul_(on_probability / total)
     if options.label_smoothing:
         grad -= on_all if weight is None else on_all * weight
     grad.scatter_add_(1, target, -on_target)
