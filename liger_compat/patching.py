@@ -153,19 +153,17 @@ def decide(model: PreTrainedModel, upstream: Upstream, logits: str) -> tuple[Cho
         ConflictingPatchError: if the loss of one was replaced by somebody else.
     """
     name = type(model).__name__
-    if not _takes_labels(model):
-        msg = f"{name} computes no token loss: its forward takes no labels. Nothing was changed."
-        raise UnsupportedModelError(msg)
-    inside = [(path, each) for path, each in model.named_modules() if path and isinstance(each, PreTrainedModel)]
-    choices = []
-    for path, each in [("", model), *((path, each) for path, each in inside if _takes_labels(each))]:
+    models = [(path, each) for path, each in model.named_modules() if isinstance(each, PreTrainedModel)]
+    for _, each in models:
         conflict = find_conflict(each, upstream)
         if conflict is not None:
             msg = f"{name} cannot be patched: {conflict}. Undo that first; it was not replaced, and nothing was changed."
             raise ConflictingPatchError(msg)
-        choice = choose(each, upstream, logits, path)
-        if not path or choice.adapter is not None:
-            choices.append(choice)
+    if not _takes_labels(model):
+        msg = f"{name} computes no token loss: its forward takes no labels. Nothing was changed."
+        raise UnsupportedModelError(msg)
+    choices = [choose(each, upstream, logits, path) for path, each in models if _takes_labels(each)]
+    choices = [choice for choice in choices if not choice.path or choice.adapter is not None]
     if all(choice.adapter is None for choice in choices):
         why = "; ".join(f"{refusal.adapter}: {refusal.why}" for refusal in choices[0].refused)
         msg = f"{name} cannot be patched with transformers {upstream.version}. {why}. Nothing was changed."

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from .. import inspection
 from ..replacement import Replacement
 from ..upstream import Upstream
 from . import head, inline, loss_function
@@ -37,6 +38,8 @@ class Choice:
     """What happens to the logits: the mode asked for, or "keep" where that cannot be had."""
     logits_why: str
     """Why that is not the mode asked for; empty if it is."""
+    watches_head: bool
+    """Whether the logits are watched on their way from the output head to the loss."""
 
     def __str__(self) -> str:
         where = f"{self.model}{f' at {self.path}' if self.path else ''}"
@@ -53,24 +56,40 @@ def choose(model: PreTrainedModel, upstream: Upstream, logits: str, path: str = 
     for adapter in ADAPTERS:
         accepted, why = adapter.examine(model, upstream)
         if accepted:
-            kept_because = head.problem(model) if logits == "overwrite" else None
-            if kept_because is not None:
-                return Choice(type(model).__name__, path, adapter.NAME, why, tuple(refused), "keep", kept_because)
-            return Choice(type(model).__name__, path, adapter.NAME, why, tuple(refused), logits, "")
+            return _accept(model, adapter.NAME, path, why, tuple(refused), logits)
         refused.append(Refusal(adapter.NAME, why))
-    return Choice(type(model).__name__, path, None, "", tuple(refused), logits, "")
+    return Choice(type(model).__name__, path, None, "", tuple(refused), logits, "", watches_head=False)
+
+
+def _accept(
+    model: PreTrainedModel, adapter: str, path: str, why: str, refused: tuple[Refusal, ...], logits: str
+) -> Choice:
+    watches = adapter == inline.NAME or logits == "overwrite"
+    if not watches and inspection.calls_cross_entropy(model, head.output_head(model)):
+        watches = True
+        why += " (it computes torch.nn.functional.cross_entropy too, which is served as well)"
+    problem = head.problem(model) if watches else None
+    kept_because = (problem or "") if logits == "overwrite" else ""
+    return Choice(
+        type(model).__name__,
+        path,
+        adapter,
+        why,
+        refused,
+        logits="keep" if kept_because else logits,
+        logits_why=kept_because,
+        watches_head=watches and problem is None,
+    )
 
 
 def apply(
     choices: Sequence[Choice], model: PreTrainedModel, upstream: Upstream, settings: Settings
 ) -> Iterator[Replacement]:
     """Lets the chosen adapters serve `model` and the models inside it; yields the attributes that were replaced."""
-    served = [choice for choice in choices if choice.adapter is not None]
-    hooked = [choice for choice in served if choice.adapter == inline.NAME or choice.logits == "overwrite"]
-    for choice in hooked:
-        head.install(model.get_submodule(choice.path), settings)
-    if hooked:
-        head.install_watch(model, settings)
-    for choice in served:
+    head.install_watch(model, settings)
+    for choice in choices:
+        served = model.get_submodule(choice.path)
+        if choice.watches_head:
+            head.install(served, settings)
         if choice.adapter == loss_function.NAME:
-            yield loss_function.apply(model.get_submodule(choice.path), upstream, settings)
+            yield loss_function.apply(served, upstream, settings)

@@ -17,11 +17,6 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter_rounds() -> Iterator[None]:
     """Triton's interpreter truncates FP32 to BF16, where every GPU rounds to nearest; errors here shall be those of a GPU."""

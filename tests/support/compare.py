@@ -1,6 +1,7 @@
 """Distances between runs, and the bounds on them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +40,21 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_step(found: nn.Module, stock: nn.Module, loss: Tensor, stock_loss: Tensor) -> None:
-    """After `backward()` of both: the same loss in value, dtype and shape, and the same gradients."""
+def assert_same_as_stock(patched: nn.Module, stock: nn.Module, *, logits: bool = True, **call: object) -> tuple[Any, Any]:
+    """One training step of both on the same call: loss (value, dtype, shape), all gradients, logits before and after.
+
+    Returns both outputs.
+    """
     bounds = BOUNDS[next(stock.parameters()).dtype]
-    assert (loss.dtype, loss.shape) == (stock_loss.dtype, stock_loss.shape)
-    torch.testing.assert_close(loss, stock_loss, rtol=bounds.loss, atol=0, equal_nan=True)
-    assert distances(gradients(found), gradients(stock)) <= bounds.tensors
+    expected, found = stock(**call), patched(**call)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=bounds.loss, atol=0, equal_nan=True)
+    for step in range(2):
+        if logits:
+            assert type(found.logits) is Tensor
+            assert found.logits.dtype == expected.logits.dtype
+            assert torch.equal(found.logits, expected.logits), ("before", "after")[step] + " backward()"
+        if step == 0:
+            expected.loss.sum().backward()
+            found.loss.sum().backward()
+    assert distances(gradients(patched), gradients(stock)) <= bounds.tensors
+    return found, expected

@@ -49,6 +49,14 @@ _T5 = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+_QWEN_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+_QWEN_VL = {
+    **_DECODER,
+    "vision_config": _QWEN_VISION,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    **{f"{name}_token_id": 300 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end", "vision"))},
+}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 
 # Name -> (class, what it has over `_DECODER`, or all of its configuration). Classes that the release lacks are left out.
@@ -73,15 +81,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", _DECODER),
 }  # fmt: skip
 
+# Trained for a step, not to convergence: their text side is one of the above.
+VISION_LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {"text_config": {"model_type": "llama", **_DECODER}, "vision_config": {"model_type": "clip_vision_model", **_VISION}},
+    ),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", _QWEN_VL),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _QWEN_VL),
+}
+_ALL = FAMILIES | VISION_LANGUAGE
+
 
 def available(*wanted: str) -> list[str]:
     """The families, or those of `wanted`, that the installed transformers has."""
-    return [name for name in wanted or FAMILIES if hasattr(transformers, FAMILIES[name][0])]
+    return [name for name in wanted or FAMILIES if hasattr(transformers, _ALL[name][0])]
 
 
 def upstream_problem(name: str) -> str | None:
     """Why upstream cannot make even the default configuration of a family, or None. Seen on its main branch."""
-    cls = getattr(transformers, FAMILIES[name][0])
+    cls = getattr(transformers, _ALL[name][0])
     try:
         cls.config_class()
     except Exception as error:
@@ -91,13 +110,13 @@ def upstream_problem(name: str) -> str | None:
 
 def build(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     """The same random model whenever it is asked for, without dropout, in train mode."""
-    cls = getattr(transformers, FAMILIES[name][0])
-    config = cls.config_class(**{**FAMILIES[name][1], **options})
+    cls = getattr(transformers, _ALL[name][0])
+    config = cls.config_class(**{**_ALL[name][1], **options})
     for attribute in [key for key in vars(config) if key.endswith(("dropout", "_pdrop", "dropout_rate", "dropout_prob"))]:
         setattr(config, attribute, 0.0)
     if cls.__name__.startswith(("T5", "Bart")):
         for key in ("decoder_start_token_id", "pad_token_id"):  # recent releases keep these elsewhere
-            setattr(config, key, {**FAMILIES[name][1], **options}[key])
+            setattr(config, key, {**_ALL[name][1], **options}[key])
     torch.manual_seed(0)
     return cls(config).to(dtype).train()  # type: ignore[no-any-return]
 
