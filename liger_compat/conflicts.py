@@ -16,9 +16,20 @@ from .upstream import Upstream
 
 def find_conflict(model: PreTrainedModel, upstream: Upstream) -> str | None:
     """What was replaced and by whom, or None."""
-    if not _is_from(torch.nn.functional.cross_entropy, "torch"):
-        return f"torch.nn.functional.cross_entropy is {describe(torch.nn.functional.cross_entropy)}, for the whole process"
-    return _forward_conflict(model) or _global_conflict(model) or _loss_function_conflict(model, upstream)
+    return (
+        global_conflict() or _forward_conflict(model) or _module_conflict(model) or _loss_function_conflict(model, upstream)
+    )
+
+
+def global_conflict() -> str | None:
+    """What was replaced for the whole process, or None."""
+    for name, value in (
+        ("torch.nn.functional.cross_entropy", torch.nn.functional.cross_entropy),
+        ("torch.nn.CrossEntropyLoss", nn.CrossEntropyLoss),
+    ):
+        if not _is_from(value, "torch"):
+            return f"{name} is {describe(value)}, for the whole process"
+    return None
 
 
 def _forward_conflict(model: PreTrainedModel) -> str | None:
@@ -43,15 +54,13 @@ def _chain(function: Any) -> list[Any]:
     return chain
 
 
-def _global_conflict(model: PreTrainedModel) -> str | None:
+def _module_conflict(model: PreTrainedModel) -> str | None:
     forward = inspect.unwrap(type(model).forward)
     if isinstance(forward, FunctionType):
         for name in ("CrossEntropyLoss", "cross_entropy"):
             value = forward.__globals__.get(name)
             if name in inspection.names(forward) and value is not None and not _is_from(value, "torch"):
                 return f"{name} in {forward.__module__} is {describe(value)}"
-    if not _is_from(nn.CrossEntropyLoss, "torch"):
-        return f"torch.nn.CrossEntropyLoss is {describe(nn.CrossEntropyLoss)}, for the whole process"
     return None
 
 
