@@ -99,7 +99,9 @@ def _set_up(session: nox.Session, pin: Pin, *packages: str) -> dict[str, str | N
 
 
 def _pytest(session: nox.Session, cell: dict[str, str | None], what: str, *args: str) -> None:
-    paths = [] if any(not arg.startswith("-") for arg in args) else [{"tests": "tests", "convergence": "tests/convergence"}[what]]
+    paths = (
+        [] if any(not arg.startswith("-") for arg in args) else [{"tests": "tests", "convergence": "tests/convergence"}[what]]
+    )
     strict = [] if args else [f"--strict-run={FEWEST_TESTS[what]}"]
     session.run(
         *("python", "-I", "-m", "pytest", "-m", "not gpu", *strict, *paths, *args),

@@ -55,7 +55,8 @@ def _demo(steps: int, device: str) -> int:
             bar.update()
 
         runs = demo.run_demo(steps, device, progress)
-    print(f"\n{'':<12}{'first loss':>12}{'last loss':>12}{'gradient norm':>16}{'memory of a step':>18}  outputs.logits after backward()")
+    head = ("", "first loss", "last loss", "gradient norm", "memory of a step")
+    print("\n{:<12}{:>12}{:>12}{:>16}{:>18}  outputs.logits after backward()".format(*head))
     for run in runs:
         print(
             f"{run.name:<12}{run.losses[0]:>12.6f}{run.losses[-1]:>12.6f}{run.gradient_norm:>16.6f}"

@@ -16,9 +16,7 @@ from .upstream import Upstream
 
 def find_conflict(model: PreTrainedModel, upstream: Upstream) -> str | None:
     """What was replaced and by whom, or None."""
-    return (
-        global_conflict() or _forward_conflict(model) or _module_conflict(model) or _loss_function_conflict(model, upstream)
-    )
+    return global_conflict() or _forward_conflict(model) or _module_conflict(model) or _loss_function_conflict(model, upstream)
 
 
 def global_conflict() -> str | None:
@@ -48,7 +46,9 @@ def _forward_conflict(model: PreTrainedModel) -> str | None:
 def _chain(function: Any) -> list[Any]:
     """A callable and what it wraps, through partials, bound methods and functools.wraps."""
     chain = [function]
-    while (inner := getattr(function, "__wrapped__", getattr(function, "func", getattr(function, "__func__", None)))) is not None:
+    while (
+        inner := getattr(function, "__wrapped__", getattr(function, "func", getattr(function, "__func__", None)))
+    ) is not None:
         function = inner
         chain.append(function)
     return chain

@@ -3,9 +3,11 @@
 import copy
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
@@ -123,7 +125,8 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: torch.cuda.max_memory_allocated(device) - before
         return
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with _quiet_stderr():  # the profiler's C++ part logs its start and stop
+    with _quiet_stderr(), warnings.catch_warnings():  # the profiler's C++ part logs its start and stop
+        warnings.simplefilter("ignore")
         profile.start()
     try:
         yield lambda: _peak(profile.profiler.kineto_results.events())
@@ -144,7 +147,7 @@ def _peak(events: Any) -> int:
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
     saved = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
+    with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
         yield

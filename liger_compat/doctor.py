@@ -59,7 +59,14 @@ def models() -> Iterator[Any]:
     from transformers.models.auto import modeling_auto
 
     seen = set()
-    for name in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "VISION_2_SEQ", "SPEECH_SEQ_2_SEQ"):
+    for name in (
+        "CAUSAL_LM",
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "MASKED_LM",
+        "IMAGE_TEXT_TO_TEXT",
+        "VISION_2_SEQ",
+        "SPEECH_SEQ_2_SEQ",
+    ):
         mapping = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING", {})
         for config in list(mapping):
             classes = mapping[config]

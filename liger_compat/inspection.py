@@ -4,6 +4,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -86,7 +87,7 @@ def _used_as_object(function: Callable[..., Any], name: str) -> bool | None:
     found = None
     for code in _codes(function):
         instructions = list(dis.get_instructions(code))
-        for instruction, following in zip(instructions, instructions[1:], strict=False):
+        for instruction, following in pairwise(instructions):
             if instruction.argval == name and instruction.opname in {"LOAD_ATTR", "LOAD_METHOD"}:
                 if following.opname not in {"LOAD_ATTR", "LOAD_METHOD"}:
                     return True

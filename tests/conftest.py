@@ -8,6 +8,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+
 from cell import cell, device
 
 __all__ = ["cell", "device"]  # fixtures of every test
@@ -24,7 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Deprecations of transformers are next month's breaks, and errors here; these are its own business or torch's.
-    for message in ("`torch.jit.script", "`torch.jit.trace", "torch.jit.*is deprecated", ".*is deprecated. Please use.*", ".*get_mempolicy.*"):
+    for message in (
+        "`torch.jit.script",
+        "`torch.jit.trace",
+        "torch.jit.*is deprecated",
+        ".*is deprecated. Please use.*",
+        ".*get_mempolicy.*",
+    ):
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 

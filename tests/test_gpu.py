@@ -2,18 +2,31 @@
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
-from compare import distance
-from families import build, inputs
 from torch.nn import functional as F
 
 import liger_compat
+from compare import distance
+from families import build, inputs
 from liger_compat import cross_entropy
 
 pytestmark = pytest.mark.gpu
 OVERWRITE = pytest.mark.parametrize("overwrite", [False, True])
+
+
+def assert_no_wait(step: Callable[[], None]) -> None:
+    step()  # compiles
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_kernels_are_used_by_default() -> None:
@@ -30,12 +43,7 @@ def test_nothing_waits_for_the_device(overwrite: bool, count: object) -> None:
     def step() -> None:
         cross_entropy(x * 1, y, num_items_in_batch=number, z_loss=0.1, overwrite=overwrite).backward()
 
-    step()  # compiled
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_wait(step)
 
 
 @pytest.mark.parametrize("logits", ["keep", "overwrite"])
@@ -50,12 +58,7 @@ def test_the_patch_adds_no_wait(family: str, logits: str) -> None:
         scores = model.get_output_embeddings()(hidden)
         F.cross_entropy(scores.view(-1, scores.shape[-1]), ids.view(-1)).backward()
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_wait(step)
 
 
 @OVERWRITE
@@ -142,6 +145,7 @@ def test_logits_on_a_device_that_is_not_current() -> None:
     assert loss.device == x.grad.device == x.device
 
 
+@pytest.mark.filterwarnings("ignore")  # Inductor's own, many
 def test_compiles_with_inductor() -> None:
     model, stock = liger_compat.patch(build("llama").cuda()), build("llama").cuda()
     compiled = torch.compile(model)

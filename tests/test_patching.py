@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compare import assert_same_as_stock
-from families import build, inputs
 from torch import nn
 from torch.nn import functional as F
 
 import liger_compat
+from compare import assert_same_as_stock
+from families import build, inputs
 from liger_compat.upstream import inspect_upstream
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -31,7 +31,8 @@ def snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def everything() -> dict[str, int]:
     """Every attribute of torch.nn, torch.nn.functional, transformers.loss and transformers' modeling code, by identity."""
-    modules = [name for name in sys.modules if name.startswith(("torch.nn.", "transformers.loss", "transformers.modeling_", "transformers.models."))]  # fmt: skip
+    packages = ("torch.nn.", "transformers.loss", "transformers.modeling_", "transformers.models.")
+    modules = [name for name in sys.modules if name.startswith(packages)]
     found = {f"{name}.{key}": id(value) for name in ("torch.nn", *modules) for key, value in vars(sys.modules[name]).items()}
     for cls in (nn.Module, nn.Linear, nn.CrossEntropyLoss, transformers.PreTrainedModel):
         found |= {f"{cls.__name__}.{key}": id(value) for key, value in vars(cls).items()}
@@ -149,7 +150,9 @@ def test_patches_of_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = build("llama")
     model.forward = types.MethodType(theirs, model)
-    with pytest.raises(liger_compat.ConflictingPatchError, match="forward of this model is liger_kernel.transformers.model.llama"):
+    with pytest.raises(
+        liger_compat.ConflictingPatchError, match="forward of this model is liger_kernel.transformers.model.llama"
+    ):
         liger_compat.patch(model)
 
     with monkeypatch.context() as patch:
@@ -173,7 +176,10 @@ def test_patches_of_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with monkeypatch.context() as patch:
             patch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", foreign("UnslothForCausalLMLoss", "unsloth_zoo.loss_utils"))
-            with pytest.raises(liger_compat.ConflictingPatchError, match="unsloth_zoo.loss_utils.UnslothForCausalLMLoss in transformers"):
+            with pytest.raises(
+                liger_compat.ConflictingPatchError,
+                match="unsloth_zoo.loss_utils.UnslothForCausalLMLoss in transformers",
+            ):
                 liger_compat.patch(build("llama"))
         with monkeypatch.context() as patch:
             patch.setattr(loss_utils, "fixed_cross_entropy", foreign("fixed_fused", "liger_kernel.transformers"))
@@ -263,7 +269,10 @@ def test_an_overwritten_output_can_be_shown_and_cast_but_not_read() -> None:
     assert "OverwrittenLogits(shape=(2, 16, 384)" in repr(output)
     assert output.logits.float().dtype == torch.float32
     assert output.logits.detach().to(torch.float16).dtype == torch.float16
-    with warnings.catch_warnings(), pytest.raises(liger_compat.OverwrittenLogitsError, match='by sum.*logits="overwrite".*logits="keep"'):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(liger_compat.OverwrittenLogitsError, match='by sum.*logits="overwrite".*logits="keep"'),
+    ):
         output.logits.float().sum()
     import copy
     import pickle

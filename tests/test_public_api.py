@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import liger_compat
 from liger_compat import errors
 
@@ -45,9 +47,5 @@ liger_compat.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
 
 
 def test_an_unknown_name() -> None:
-    try:
+    with pytest.raises(AttributeError, match="nothing"):
         liger_compat.nothing  # noqa: B018
-    except AttributeError as error:
-        assert "nothing" in str(error)
-    else:
-        raise AssertionError

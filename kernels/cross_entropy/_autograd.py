@@ -77,7 +77,7 @@ class OverwritingCrossEntropy(torch.autograd.Function):
         if ctx.spent:
             msg = (
                 "backward through a cross_entropy that overwrites its logits works once: the gradient took their memory "
-                "and has been handed out. Compute the loss without overwrite (logits=\"keep\") to call backward again."
+                'and has been handed out. Compute the loss without overwrite (logits="keep") to call backward again.'
             )
             raise RuntimeError(msg)
         ctx.spent = True

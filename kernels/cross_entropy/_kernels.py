@@ -29,7 +29,7 @@ def _tanh(u, ACC: tl.constexpr):
     t = tl.exp(-2.0 * tl.abs(u))
     result = 1.0 - 2.0 * t / (1.0 + t)
     result = tl.where(u < 0, -result, result)
-    if ACC == tl.float32:
+    if tl.float32 == ACC:
         z = u * u
         p = -5.70498872745e-3 * z + 2.06390887954e-2
         p = p * z - 5.37397155531e-2
@@ -54,9 +54,8 @@ def _scores(logits, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.co
 def _columns(start, stride, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Column numbers of a tile and their offsets in a row; 64-bit where a column stride could overflow 32."""
     cols = start + tl.arange(0, BLOCK)
-    if WIDE:
-        return cols, cols.to(tl.int64) * stride
-    return cols, cols
+    offsets = cols.to(tl.int64) * stride if WIDE else cols
+    return cols, offsets
 
 
 @triton.jit

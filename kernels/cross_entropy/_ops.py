@@ -33,7 +33,7 @@ def cross_entropy(
     z_loss: float,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss (() or, unreduced, (N,)), maximum and sum of each row's softmax (N,), and divisors (2,), in the accumulator's dtype.
+    """Loss (() or, unreduced, (N,)), maximum and sum of each row's softmax (N,), divisors (2,); in the accumulator's dtype.
 
     `logits` (N, V) of any strides, `target` (N,) int64, `weight` (V,) and `divisor` () in the accumulator's dtype.
     """
@@ -74,9 +74,7 @@ def cross_entropy_backward(
     """Gradient of the logits: (N, V), contiguous, in their dtype; `grad_loss` is () or (N,) of any stride."""
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    implementation(backend, logits).write_gradient(
-        grad, grad_loss, logits, target, weight, maximum, total, divisors, options
-    )
+    implementation(backend, logits).write_gradient(grad, grad_loss, logits, target, weight, maximum, total, divisors, options)
     return grad
 
 
@@ -106,7 +104,7 @@ def prepare(
         IndexError: on a CPU, if a target is neither in [0, V) nor ignored. On other devices looking would stall the host,
             so an assertion runs on the device and surfaces at the next synchronisation, as in PyTorch's own loss.
     """
-    global calls
+    global calls  # noqa: PLW0603  # a count of the process
     calls += 1
     columns = logits.shape[1]
     divisors, valid = implementation(backend, logits).count_targets(target, weight, columns, options)
@@ -125,9 +123,7 @@ def prepare(
     return divisors if reduction == "mean" else torch.ones_like(divisors)
 
 
-def reduce(
-    loss: Tensor, maximum: Tensor, total: Tensor, divisors: Tensor, reduction: str, options: Options
-) -> Tensor:
+def reduce(loss: Tensor, maximum: Tensor, total: Tensor, divisors: Tensor, reduction: str, options: Options) -> Tensor:
     """Losses of rows -> the loss asked for. Ignored rows add nothing: their loss and log-sum-exp are 0."""
     if options.z_loss:
         z_loss = options.z_loss * (maximum + total.log()).square()
@@ -135,5 +131,3 @@ def reduce(
             return loss + z_loss
         return loss.sum() / divisors[0] + z_loss.sum() / divisors[1]
     return loss if reduction == "none" else loss.sum() / divisors[0]
-
-

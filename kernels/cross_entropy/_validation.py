@@ -21,13 +21,13 @@ def validate(
             msg = f"expected {name} to be a torch.Tensor, found {type(tensor).__name__}"
             raise TypeError(msg)
     if not plain(logits) or not plain(target):
-        msg = f"expected plain dense tensors, found {_kind(logits)} logits and a {_kind(target)} target: pass local, dense tensors"
+        msg = f"expected plain, dense, local tensors, found {_kind(logits)} logits and a {_kind(target)} target"
         raise TypeError(msg)
     if not logits.is_floating_point():
         msg = f"expected logits of a floating-point dtype, found {logits.dtype}"
         raise TypeError(msg)
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
-        msg = f"expected target to hold class indices of an integer dtype, found {target.dtype}: probabilities are not supported"
+        msg = f"expected target to hold class indices of an integer dtype, found {target.dtype} (no probabilities)"
         raise TypeError(msg)
     if logits.dim() == 0:
         msg = "expected logits of shape (V,), (N, V) or (N, V, d1, ...), found a scalar"
@@ -52,8 +52,10 @@ def validate(
 def plain(tensor: Tensor) -> bool:
     """Whether kernels may read the tensor's memory as it stands: strided, not quantised, no subclass of its own."""
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter) or _is_fake(tensor)
-    ) and tensor.layout is torch.strided and not tensor.is_quantized
+        (type(tensor) in (Tensor, torch.nn.Parameter) or _is_fake(tensor))
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
 
 
 def _is_fake(tensor: Tensor) -> bool:

@@ -49,9 +49,7 @@ def write_gradient(
     factors = grad_loss.to(total.dtype).expand(logits.shape[0]).unsqueeze(1) / divisors
     for rows in _chunks(logits):
         scores = _scores(logits[rows], options)
-        grad[rows] = _chunk_gradient(
-            scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options
-        )
+        grad[rows] = _chunk_gradient(scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options)
 
 
 def overwrite(
@@ -63,9 +61,7 @@ def overwrite(
     for rows in _chunks(logits):
         scores = _scores(logits[rows], options)
         loss[rows], maximum[rows], total[rows] = _chunk_losses(scores, target[rows], weight, options)
-        logits[rows] = _chunk_gradient(
-            scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options
-        )
+        logits[rows] = _chunk_gradient(scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options)
     return loss, maximum, total
 
 
@@ -112,9 +108,7 @@ def _scores(logits: Tensor, options: Options) -> Tensor:
     return scores
 
 
-def _chunk_losses(
-    scores: Tensor, target: Tensor, weight: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_losses(scores: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     counts = target != options.ignore_index
     target = torch.where(counts, target, 0).unsqueeze(1)
     maximum = scores.amax(1, keepdim=True)

@@ -61,9 +61,7 @@ def choose(model: PreTrainedModel, upstream: Upstream, logits: str, path: str = 
     return Choice(type(model).__name__, path, None, "", tuple(refused), logits, "", watches_head=False)
 
 
-def _accept(
-    model: PreTrainedModel, adapter: str, path: str, why: str, refused: tuple[Refusal, ...], logits: str
-) -> Choice:
+def _accept(model: PreTrainedModel, adapter: str, path: str, why: str, refused: tuple[Refusal, ...], logits: str) -> Choice:
     watches = adapter == inline.NAME or logits == "overwrite"
     if not watches and inspection.calls_cross_entropy(model, head.output_head(model)):
         watches = True
@@ -82,9 +80,7 @@ def _accept(
     )
 
 
-def apply(
-    choices: Sequence[Choice], model: PreTrainedModel, upstream: Upstream, settings: Settings
-) -> Iterator[Replacement]:
+def apply(choices: Sequence[Choice], model: PreTrainedModel, upstream: Upstream, settings: Settings) -> Iterator[Replacement]:
     """Lets the chosen adapters serve `model` and the models inside it; yields the attributes that were replaced."""
     head.install_watch(model, settings)
     for choice in choices:

@@ -149,7 +149,11 @@ class Finish(Hook):
         if family is not None:
             family.release()
         if kwargs.get("labels") is not None and self.settings.counters.kernel_losses == self.settings.losses_before:
-            why = max(self.settings.counters.stepped_aside.items(), key=lambda item: item[1], default=("it was not reached", 0))
+            why = max(
+                self.settings.counters.stepped_aside.items(),
+                key=lambda item: item[1],
+                default=("it was not reached", 0),
+            )
             self.settings.step_aside("a loss was computed without the kernel")
             msg = (
                 f"{type(model).__name__} is patched by liger_compat, but its loss was computed without the kernel: {why[0]}. "

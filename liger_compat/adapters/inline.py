@@ -25,4 +25,3 @@ def examine(model: PreTrainedModel, upstream: Upstream) -> tuple[bool, str]:
             return True, "its forward calls self.loss_function, which computes torch.nn.functional.cross_entropy"
         return False, "its loss function does not compute a cross-entropy"
     return False, "its forward computes no cross-entropy"
-

@@ -22,7 +22,7 @@ class Settings:
     overwrite: bool
     backend: str | None
     counters: Counters = field(default_factory=Counters)
-    open_family: "weakref.ref[Family] | None" = None
+    open_family: weakref.ref[Family] | None = None
     """The family of the forward that runs, for the end of that forward."""
     losses_before: int = 0
     """`counters.kernel_losses` when that forward began."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCABULARY, build
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import liger_compat
+from families import VOCABULARY, build
 
 
 def check_logits(model: nn.Module, stock: nn.Module) -> None:
@@ -42,7 +42,15 @@ def test_logits_are_never_gradients_when_overwritten() -> None:
     if type(output.logits) is torch.Tensor:  # this release hands the loss a copy
         assert torch.equal(output.logits, stock)
         return
-    for read in (torch.sum, Tensor.numpy, Tensor.tolist, Tensor.clone, lambda t: t[0], lambda t: t.data, lambda t: t + 1):
+    for read in (
+        torch.sum,
+        Tensor.numpy,
+        Tensor.tolist,
+        Tensor.clone,
+        lambda t: t[0],
+        lambda t: t.data,
+        lambda t: t + 1,
+    ):
         with pytest.raises(liger_compat.OverwrittenLogitsError):
             read(output.logits)
     assert output.logits.shape == stock.shape

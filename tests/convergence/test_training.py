@@ -4,11 +4,11 @@ from functools import cache
 
 import pytest
 import torch
+
+import liger_compat
 from compare import BOUNDS, distance, distances
 from families import available, build, upstream_problem
 from training import STEPS, Trace, train
-
-import liger_compat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

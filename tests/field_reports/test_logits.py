@@ -4,11 +4,11 @@ import inspect
 
 import pytest
 import torch
-from compare import assert_same_as_stock
-from families import available, build, inputs
 from torch import Tensor
 
 import liger_compat
+from compare import assert_same_as_stock
+from families import available, build, inputs
 
 IDS = torch.arange(3, 35).view(2, 16)
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare import BOUNDS, assert_same_as_stock, distances, gradients
-from families import VOCABULARY, available, build, inputs
 from torch import Tensor, nn
 
 import liger_compat
+from compare import BOUNDS, assert_same_as_stock, distances, gradients
+from families import VOCABULARY, available, build, inputs
 
 IDS = torch.arange(3, 35).view(2, 16)
 
@@ -85,7 +85,10 @@ def test_r82_fp16_and_a_gradient_scaler() -> None:
 @pytest.mark.parametrize("family", available("llama", "mistral", "t5"))
 def test_r83_dtypes_of_loss_and_logits_are_those_of_the_release(family: str, logits: str) -> None:
     """Up to 4.45 heads upcast the returned logits, later ones only for the loss."""
-    stock, model = build(family, dtype=torch.bfloat16), liger_compat.patch(build(family, dtype=torch.bfloat16), logits=logits)
+    stock, model = (
+        build(family, dtype=torch.bfloat16),
+        liger_compat.patch(build(family, dtype=torch.bfloat16), logits=logits),
+    )
     expected, found = stock(**inputs(stock, IDS)), model(**inputs(model, IDS))
     assert found.loss.dtype == expected.loss.dtype
     assert found.logits.dtype == expected.logits.dtype

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_as_stock, distances, gradients
-from families import VOCABULARY, build, inputs
 from torch import Tensor
 
 import liger_compat
+from compare import assert_same_as_stock, distances, gradients
+from families import VOCABULARY, build, inputs
 from liger_compat.upstream import inspect_upstream
 
 COUNTS: list[Any] = [36, torch.tensor(36), torch.tensor([36]), torch.tensor([[36]]), torch.tensor(36.0), 36.0]
@@ -90,7 +90,11 @@ def test_r42_unknown_keywords_are_treated_as_stock_treats_them() -> None:
         pytest.skip("na: this transformers has no ForCausalLMLoss")
     model = liger_compat.patch(build("llama"))
     logits, labels = torch.randn(2, 6, VOCABULARY), torch.randint(0, VOCABULARY, (2, 6))
-    for extra in ({"label_smoothing": 0.1}, {"weight": torch.rand(VOCABULARY)}, {"cu_seq_lens_q": torch.tensor([0, 16]), "max_length_q": 16}):
+    for extra in (
+        {"label_smoothing": 0.1},
+        {"weight": torch.rand(VOCABULARY)},
+        {"cu_seq_lens_q": torch.tensor([0, 16]), "max_length_q": 16},
+    ):
         expected = upstream.causal_lm_loss(logits, labels, VOCABULARY, **extra)
         torch.testing.assert_close(model.loss_function(logits, labels, VOCABULARY, **extra), expected)
         torch.testing.assert_close(liger_compat.for_causal_lm_loss(logits, labels, VOCABULARY, **extra), expected)

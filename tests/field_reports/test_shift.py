@@ -3,12 +3,12 @@
 import pytest
 import torch
 import transformers
-from compare import assert_same_as_stock
-from families import VOCABULARY, build
 from torch import nn
 from torch.nn import functional as F
 
 import liger_compat
+from compare import assert_same_as_stock
+from families import VOCABULARY, build
 from liger_compat.upstream import inspect_upstream
 
 
@@ -20,7 +20,10 @@ def test_r45_labels_shifted_by_the_caller() -> None:
     whole = liger_compat.for_causal_lm_loss(logits, labels, 11)
     torch.testing.assert_close(liger_compat.for_causal_lm_loss(logits, None, 11, shift_labels=shifted), whole)
     # Sequence parallelism: shards with labels that were shifted before the cut, weighted by what they count.
-    halves = [liger_compat.for_causal_lm_loss(logits[:, part], None, 11, shift_labels=shifted[:, part]) for part in (slice(4), slice(4, 8))]
+    halves = [
+        liger_compat.for_causal_lm_loss(logits[:, part], None, 11, shift_labels=shifted[:, part])
+        for part in (slice(4), slice(4, 8))
+    ]
     torch.testing.assert_close((halves[0] * 4 + halves[1] * 3) / 7, whole)
     # On a model: honoured from the release that has the argument on, ignored before, as stock does.
     if upstream.causal_lm_loss is not None:
@@ -38,7 +41,9 @@ def test_r45_only_shifted_labels_as_stock() -> None:
 
 
 def vision_encoder_decoder() -> nn.Module:
-    encoder = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=8, patch_size=4)
+    encoder = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=8, patch_size=4
+    )
     decoder = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=32, add_cross_attention=True, is_decoder=True,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
@@ -66,4 +71,6 @@ def test_r51_rows_that_were_flattened_before_the_loss() -> None:
     upstream = inspect_upstream()
     if upstream.causal_lm_loss is not None:
         model = liger_compat.patch(build("llama"))
-        torch.testing.assert_close(model.loss_function(logits, labels, vocab_size=11), upstream.causal_lm_loss(logits, labels, 11))
+        torch.testing.assert_close(
+            model.loss_function(logits, labels, vocab_size=11), upstream.causal_lm_loss(logits, labels, 11)
+        )

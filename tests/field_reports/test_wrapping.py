@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare import assert_same_as_stock, gradients
-from families import available, build, inputs
 from torch.optim.swa_utils import AveragedModel
 
 import liger_compat
+from compare import assert_same_as_stock, gradients
+from families import available, build, inputs
 
 IDS = torch.arange(3, 35).view(2, 16)
 
@@ -40,7 +40,8 @@ def test_r99_copies_are_patched_and_independent(family: str, logits: str) -> Non
 
 def test_r99_a_model_loads_in_a_process_that_imports_liger_compat(tmp_path: Path) -> None:
     torch.save(liger_compat.patch(build("llama")), tmp_path / "model.pt")
-    code = f"import torch, liger_compat; m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(liger_compat.is_patched(m))"
+    load = f"torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
+    code = f"import torch, liger_compat; print(liger_compat.is_patched({load}))"
     done = subprocess.run([sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "True"
 
@@ -102,7 +103,9 @@ except RuntimeError as error:
 
 
 def test_r101_triton_is_optional() -> None:
-    done = subprocess.run([sys.executable, "-I", "-c", BLOCKED.format(name="triton")], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", BLOCKED.format(name="triton")], check=True, capture_output=True, text=True
+    )
     loss, error = done.stdout.strip().splitlines()
     assert float(loss) == pytest.approx(1.3862943)
     assert "Triton cannot be loaded (ModuleNotFoundError: No module named 'triton')" in error

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare import distances, gradients
-from families import build, inputs
 from torch import nn
 
 import liger_compat
+from compare import distances, gradients
+from families import build, inputs
 
 accelerate = pytest.importorskip("accelerate", reason="na: accelerate is not installed")
 IDS = torch.arange(3, 35).view(2, 16)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from compare import assert_same_as_stock, gradients
-from families import build, inputs
 from torch import nn
 
 import liger_compat
+from compare import assert_same_as_stock, gradients
+from families import build, inputs
 
 peft = pytest.importorskip("peft", reason="na: peft is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.*is_gradient_checkpointing", "ignore:.*tie_word_embeddings")
@@ -50,7 +50,9 @@ def test_lora(family: str, target: str, order: str, logits: str) -> None:
     with stock.disable_adapter(), model.disable_adapter():
         torch.testing.assert_close(model(**inputs(stock, IDS)).loss, stock(**inputs(stock, IDS)).loss)
     liger_compat.unpatch(model)
-    assert not any(type(hook).__module__.startswith("liger_compat") for m in model.modules() for hook in m._forward_hooks.values())
+    assert not any(
+        type(hook).__module__.startswith("liger_compat") for m in model.modules() for hook in m._forward_hooks.values()
+    )
     before = liger_compat.kernels.losses_computed()
     model(**inputs(stock, IDS)).loss.backward()
     assert liger_compat.kernels.losses_computed() == before

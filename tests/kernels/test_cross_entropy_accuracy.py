@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compare import distance
 from torch import Tensor
 from torch.nn import functional as F
 
+from compare import distance
 from liger_compat import cross_entropy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from compare import distance
 from torch import Tensor
 from torch.nn import functional as F
 
+from compare import distance
 from liger_compat import cross_entropy
 
 
@@ -205,8 +205,10 @@ def test_dtypes_as_torch(dtype: torch.dtype, autocast: bool, backend: str, devic
     (wanted,) = torch.autograd.grad(expected, x)
     (found,) = torch.autograd.grad(loss, x)
     assert found.dtype == dtype
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(found, wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=1e-4)
+    # PyTorch may round on the way to a loss in FP32 (on CUDA it does, to the dtype of the logits); we round once.
+    rounding = {2: torch.finfo(torch.bfloat16).eps, 4: 1e-6, 8: 1e-12}[dtype.itemsize]
+    torch.testing.assert_close(loss, expected, rtol=rounding, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=2 * rounding, atol=rounding / 10)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -239,10 +241,10 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": torch.tensor([1, 2])}, ValueError, r"expected target of shape \(3,\).*found \(2,\)"),
     ({"logits": torch.tensor(1.0)}, ValueError, "found a scalar"),
     ({"logits": torch.randn(3, 0)}, ValueError, "at least one class"),
-    ({"target": torch.randn(3, 5)}, TypeError, "class indices.*torch.float32.*probabilities"),
+    ({"target": torch.randn(3, 5)}, TypeError, "class indices.*torch.float32.*no probabilities"),
     ({"logits": torch.randint(0, 3, (3, 5))}, TypeError, "floating-point.*torch.int64"),
     ({"logits": [[1.0]]}, TypeError, "torch.Tensor, found list"),
-    ({"logits": torch.randn(3, 5).to_sparse()}, TypeError, "plain dense.*sparse"),
+    ({"logits": torch.randn(3, 5).to_sparse()}, TypeError, "plain, dense.*sparse"),
     ({"weight": torch.ones(4)}, ValueError, r"\(5,\).*found \(4,\)"),
     ({"weight": torch.ones(5, requires_grad=True)}, ValueError, "need no gradient"),
     ({"reduction": "avg"}, ValueError, "'mean', 'sum', 'none', found 'avg'"),

@@ -3,14 +3,14 @@
 import itertools
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from compare import distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import oracle
+from compare import distance
 from liger_compat import cross_entropy
 
 OPTIONS: dict[str, list[Any]] = {

@@ -21,7 +21,15 @@ _DECODER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _BART = {
     "vocab_size": VOCABULARY,
     "d_model": 64,
@@ -49,8 +57,22 @@ _T5 = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
-_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-_QWEN_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "embed_dim": 32,
+    "hidden_size": 64,
+    "out_hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 2,
+}
 _QWEN_VL = {
     **_DECODER,
     "vision_config": _QWEN_VISION,
@@ -73,7 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteForCausalLM", {**_DECODER, "logits_scaling": 4.0}),
     "phi3": ("Phi3ForCausalLM", _DECODER),
     "olmo2": ("Olmo2ForCausalLM", _DECODER),
-    "gpt_oss": ("GptOssForCausalLM", {**_DECODER, "head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOssForCausalLM", {**_DECODER, **_EXPERTS, "head_dim": 16, "sliding_window": 16}),
     "gpt2": ("GPT2LMHeadModel", _GPT2),
     "opt": ("OPTForCausalLM", {**_DECODER, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "t5": ("T5ForConditionalGeneration", _T5),
@@ -85,7 +107,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 VISION_LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": (
         "LlavaForConditionalGeneration",
-        {"text_config": {"model_type": "llama", **_DECODER}, "vision_config": {"model_type": "clip_vision_model", **_VISION}},
+        {
+            "text_config": {"model_type": "llama", **_DECODER},
+            "vision_config": {"model_type": "clip_vision_model", **_VISION},
+        },
     ),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", _QWEN_VL),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _QWEN_VL),
