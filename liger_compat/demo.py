@@ -64,7 +64,8 @@ def run_demo(steps: int, device: str, progress: Callable[[str], None]) -> list[R
         num_key_value_heads=4,
         max_position_embeddings=256,
     )
-    model = LlamaForCausalLM(config).to(device)
+    model: Any = LlamaForCausalLM(config)
+    model.to(device)
     runs: list[Run] = []
     stock: Tensor | None = None
     for name in ("stock", *MODES):
@@ -87,7 +88,7 @@ def _train(
     for step, ids in zip(range(steps), batches(4, 128), strict=False):
         batch = ids.to(device)
         last = step == steps - 1
-        output = None  # freed here, not while memory is measured
+        output: Any = None  # freed here, not while memory is measured
         optimizer.zero_grad()
         with peak_memory(device) if last else nullcontext(int) as peak:
             output = model(input_ids=batch, labels=batch)
@@ -124,7 +125,7 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
         before = torch.cuda.memory_allocated(device)
         yield lambda: torch.cuda.max_memory_allocated(device) - before
         return
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    profile: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with _quiet_stderr(), warnings.catch_warnings():  # the profiler's C++ part logs its start and stop
         warnings.simplefilter("ignore")
         profile.start()

@@ -29,8 +29,9 @@ class Family:
 
     def adopt(self, tensor: Tensor) -> None:
         """Watches `tensor`, a plain one, from now on."""
-        tensor.__class__ = TrackedLogits
-        tensor._liger_compat_family = self  # type: ignore[attr-defined]
+        tracked: Any = tensor
+        tracked.__class__ = TrackedLogits
+        tracked._liger_compat_family = self
         self._members.append(weakref.ref(tensor))
 
     def release(self) -> None:
@@ -52,7 +53,7 @@ class Family:
         for member in members:
             tensor = member()
             if type(tensor) is TrackedLogits:
-                del tensor._liger_compat_family  # type: ignore[attr-defined]
+                del tensor._liger_compat_family
                 yield tensor
 
 
@@ -92,8 +93,8 @@ class TrackedLogits(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain_alias(self).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: Any) -> Any:  # type: ignore[override]
-        return plain_alias(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+    def __deepcopy__(self, memo: Any) -> Any:
+        return plain_alias(self).__deepcopy__(memo)
 
 
 class OverwrittenLogits(Tensor):

@@ -75,7 +75,7 @@ def _causal_lm_loss() -> Callable[..., Any] | None:
         from transformers.loss.loss_utils import ForCausalLMLoss
     except ImportError:
         return None
-    return ForCausalLMLoss  # type: ignore[no-any-return]
+    return ForCausalLMLoss
 
 
 def _settable() -> Fact:

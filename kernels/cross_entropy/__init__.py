@@ -85,7 +85,9 @@ def cross_entropy(
         if problem is not None:
             msg = f"expected logits that can be overwritten, but {problem}"
             raise ValueError(msg)
-        loss = OverwritingCrossEntropy.apply(matrix, target, weight, divisor, reduction, options, backend)
+        loss = OverwritingCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            matrix, target, weight, divisor, reduction, options, backend
+        )
     else:
         loss, *_ = _ops.cross_entropy(matrix, target, weight, divisor, reduction, *options, backend)
     if reduction == "none":

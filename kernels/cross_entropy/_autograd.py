@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from . import _ops
 from ._options import Options
@@ -45,8 +45,8 @@ class OverwritingCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: FunctionCtx,
+    def forward(
+        ctx: Any,
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
@@ -61,19 +61,19 @@ class OverwritingCrossEntropy(torch.autograd.Function):
         implementation = _ops.implementation(backend, buffer)
         late = buffer.dtype is torch.float16
         if late:
-            rows = implementation.row_losses(buffer, target, weight, options)
+            loss, maximum, total = implementation.row_losses(buffer, target, weight, options)
         else:
-            rows = implementation.overwrite(buffer, target, weight, divisors, options)
+            loss, maximum, total = implementation.overwrite(buffer, target, weight, divisors, options)
         # Kernels write unseen by autograd. This tells it, so that whoever saved the logits for a backward pass of their
         # own gets PyTorch's error about an in-place change, not a wrong gradient.
         torch.autograd.graph.increment_version(buffer)
-        ctx.save_for_backward(buffer, target, weight, *rows[1:], divisors)
-        ctx.late, ctx.options, ctx.backend, ctx.spent = late, options, backend, False  # type: ignore[attr-defined]
-        return _ops.reduce(*rows, divisors, reduction, options)
+        ctx.save_for_backward(buffer, target, weight, maximum, total, divisors)
+        ctx.late, ctx.options, ctx.backend, ctx.spent = late, options, backend, False
+        return _ops.reduce(loss, maximum, total, divisors, reduction, options)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.spent:
             msg = (
                 "backward through a cross_entropy that overwrites its logits works once: the gradient took their memory "

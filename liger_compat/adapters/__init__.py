@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -84,7 +85,7 @@ def apply(choices: Sequence[Choice], model: PreTrainedModel, upstream: Upstream,
     """Lets the chosen adapters serve `model` and the models inside it; yields the attributes that were replaced."""
     head.install_watch(model, settings)
     for choice in choices:
-        served = model.get_submodule(choice.path)
+        served: Any = model.get_submodule(choice.path)
         if choice.watches_head:
             head.install(served, settings)
         if choice.adapter == loss_function.NAME:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import inspection
+from ..counters import Counters
 from ..errors import UnservedLossWarning
 from ..kernels import cross_entropy
 from ..loss import torch_cross_entropy_problem
@@ -50,19 +51,19 @@ def remove(model: nn.Module, token: str) -> None:
     """Removes every hook of one patch, wherever it has got to: libraries copy heads and wrap them."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if _is_of(hook, token)]:
+            for key in [key for key, hook in hooks.items() if _of(hook, token) is not None]:
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
 
 
-def counters_in(model: nn.Module, token: str) -> list[Any]:
+def counters_in(model: nn.Module, token: str) -> list[Counters]:
     """The counters of every hook of one patch: a copy of a head that another library made counts on its own."""
     return [
-        hook.settings.counters
+        ours.settings.counters
         for module in model.modules()
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for hook in hooks.values()
-        if _is_of(hook, token)
+        if (ours := _of(hook, token)) is not None
     ]
 
 
@@ -145,7 +146,8 @@ class Finish(Hook):
     def __call__(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        family = self.settings.open_family and self.settings.open_family()
+        reference = self.settings.open_family
+        family = None if reference is None else reference()
         if family is not None:
             family.release()
         if kwargs.get("labels") is not None and self.settings.counters.kernel_losses == self.settings.losses_before:
@@ -163,12 +165,13 @@ class Finish(Hook):
 
 
 def _hook(head: nn.Module | None, settings: Settings) -> None:
-    if head is not None and not any(_is_of(hook, settings.token) for hook in head._forward_hooks.values()):
+    if head is not None and all(_of(hook, settings.token) is None for hook in head._forward_hooks.values()):
         head.register_forward_hook(TrackLogits(settings))
 
 
-def _is_of(hook: Any, token: str) -> bool:
-    return isinstance(hook, Hook) and hook.settings.token == token
+def _of(hook: Any, token: str) -> Hook | None:
+    """A hook, if it is one of that patch."""
+    return hook if isinstance(hook, Hook) and hook.settings.token == token else None
 
 
 def _why_not(output: Any) -> str | None:
@@ -177,6 +180,6 @@ def _why_not(output: Any) -> str | None:
         return f"the output head returned a {type(output).__name__}"
     if torch._C._are_functorch_transforms_active():
         return "a torch.func transform is active"
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         return "torch.jit is tracing"
     return None

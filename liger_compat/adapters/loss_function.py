@@ -79,7 +79,8 @@ class CausalLMLoss:
             self._settings.step_aside(f"loss left to transformers: the logits are a {type(logits).__name__}")
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels
-            return self.__wrapped__(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
+            loss: Tensor = self.__wrapped__(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
+            return loss
 
         def compute(logits: Tensor, overwrite: bool) -> Tensor:
             return for_causal_lm_loss(
