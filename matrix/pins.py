@@ -77,3 +77,24 @@ def load(file: Path = FILE) -> Pins:
         msg = f"{file.name}: expected every ref once, found {', '.join(sorted(refs))}"
         raise ValueError(msg)
     return Pins(data["torch"], tuple(data["pythons"]), pins)
+
+
+def table(pins: Pins) -> str:
+    """The README's table of what is tested, in Markdown."""
+    rows = [
+        f"| {pin.ref} | {pin.python if pin.is_release else 'as it says'} | {'with every change; ' if pin.ci else ''}{pin.why} |"
+        for pin in pins.pins
+    ]
+    return "\n".join(["| transformers | Python | why |", "| --- | --- | --- |", *rows, ""])
+
+
+def main() -> None:
+    """Writes the table to the README."""
+    readme = FILE.parents[1] / "README.md"
+    before, _, rest = readme.read_text().partition("<!-- pins -->\n")
+    _, _, after = rest.partition("<!-- /pins -->")
+    readme.write_text(f"{before}<!-- pins -->\n{table(load())}<!-- /pins -->{after}")
+
+
+if __name__ == "__main__":
+    main()
