@@ -19,7 +19,7 @@ from .errors import (
     UnsupportedModelError,
     UnsupportedTransformersError,
 )
-from .kernels import cross_entropy
+from .kernels import cross_entropy, linear_cross_entropy
 from .loss import for_causal_lm_loss
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ __all__ = [
     "explain",
     "for_causal_lm_loss",
     "is_patched",
+    "linear_cross_entropy",
     "patch",
     "patched",
     "report",

@@ -74,7 +74,7 @@ def cross_entropy(
     matrix = matrix.reshape(-1, matrix.shape[-1])
     target = target.reshape(-1).to(torch.int64)
     weight = None if weight is None else weight.detach().to(acc)
-    divisor = _divisor(num_items_in_batch, acc, logits.device)
+    divisor = divisor_of(num_items_in_batch, acc, logits.device)
 
     if torch._C._are_functorch_transforms_active():
         loss = reference.composite(matrix, target, weight, divisor, reduction, options)
@@ -95,7 +95,8 @@ def cross_entropy(
     return loss.to(loss_dtype or _loss_dtype(logits))
 
 
-def _divisor(num_items: Tensor | float | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def divisor_of(num_items: Tensor | float | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """`num_items_in_batch` as a tensor of shape () on `device`, without waiting for it."""
     if num_items is None:
         return None
     if isinstance(num_items, Tensor):

@@ -46,7 +46,7 @@ def validate(
     if logits.device != target.device:
         msg = f"expected logits and target on one device, found {logits.device} and {target.device}"
         raise ValueError(msg)
-    _validate_options(logits.shape[class_dim], weight, reduction, label_smoothing, softcap, num_items_in_batch)
+    validate_options(logits.shape[class_dim], weight, reduction, label_smoothing, softcap, num_items_in_batch)
 
 
 def plain(tensor: Tensor) -> bool:
@@ -68,7 +68,7 @@ def _kind(tensor: Tensor) -> str:
     return type(tensor).__name__
 
 
-def _validate_options(
+def validate_options(
     columns: int,
     weight: Tensor | None,
     reduction: str,
@@ -76,6 +76,7 @@ def _validate_options(
     softcap: float | None,
     num_items_in_batch: Tensor | float | None,
 ) -> None:
+    """The part of `validate` that does not depend on where the logits come from; `weight` is that of the classes."""
     if weight is not None and weight.shape != (columns,):
         msg = f"expected weight of shape ({columns},), one factor a class, found {tuple(weight.shape)}"
         raise ValueError(msg)

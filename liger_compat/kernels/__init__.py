@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:  # pragma: no cover  # a checkout that was 
     raise ImportError(msg) from error
 from .cross_entropy._backend import BACKENDS, choose, device_problem, triton_problem
 from .cross_entropy._validation import plain as is_plain
+from .linear_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "BACKENDS",
@@ -19,6 +20,7 @@ __all__ = [
     "cross_entropy",
     "device_problem",
     "is_plain",
+    "linear_cross_entropy",
     "losses_computed",
     "overwrite_problem",
     "triton_problem",
