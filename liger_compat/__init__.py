@@ -15,12 +15,13 @@ from .errors import (
     NotPatchedError,
     OverwrittenLogitsError,
     PatchReplacedError,
+    StaleLogitsError,
     UnservedLossWarning,
     UnsupportedModelError,
     UnsupportedTransformersError,
 )
-from .kernels import cross_entropy, linear_cross_entropy
-from .loss import for_causal_lm_loss
+from .kernels import linear_cross_entropy
+from .loss import cross_entropy, for_causal_lm_loss
 
 if TYPE_CHECKING:
     from .patching import is_patched, patch, patched, unpatch
@@ -38,6 +39,7 @@ __all__ = [
     "OverwrittenLogitsError",
     "PatchReplacedError",
     "Report",
+    "StaleLogitsError",
     "UnservedLossWarning",
     "UnsupportedModelError",
     "UnsupportedTransformersError",

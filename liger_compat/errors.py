@@ -9,6 +9,7 @@ LigerCompatError
 ├── NotPatchedError (RuntimeError)             `unpatch` or `report` of a model that is not patched
 ├── PatchReplacedError (RuntimeError)          something else now stands where the patch was put
 └── LogitsError (RuntimeError)                 `outputs.logits` no longer hold logits
+    ├── StaleLogitsError                       they were deferred, and what they are computed from has changed
     └── OverwrittenLogitsError                 their memory was given to the gradient (logits="overwrite")
 
 UnservedLossWarning (UserWarning)              a patched model computed its loss without the kernel
@@ -49,6 +50,10 @@ class PatchReplacedError(LigerCompatError, RuntimeError):
 
 class LogitsError(LigerCompatError, RuntimeError):
     """`outputs.logits` were read when they no longer held logits."""
+
+
+class StaleLogitsError(LogitsError):
+    """Deferred `outputs.logits` were read after the weights changed or were freed: they would be other logits."""
 
 
 class OverwrittenLogitsError(LogitsError):

@@ -6,7 +6,58 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels import cross_entropy, is_plain
+from . import kernels
+from .deferred import DeferredLogits, can_fuse
+from .deferred import cross_entropy as deferred_cross_entropy
+from .kernels import ChunkSettings, is_plain
+from .kernels.cross_entropy import finish, make_call
+from .tracking import TrackedLogits, plain_alias
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items_in_batch: Tensor | float | None = None,
+    loss_dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    backend: str | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "z_loss": z_loss,
+        "num_items_in_batch": num_items_in_batch,
+    }
+    if isinstance(logits, DeferredLogits):
+        if logits.dim() <= 2 and can_fuse(logits) and softcap is None and logit_scale == 1.0:
+            call = make_call(logits, target, weight, **options)
+            settings = ChunkSettings(call.options, backend, logits.dtype, chunk_bytes)
+            matrix = logits.reshape(-1, logits.shape[-1])
+            loss = deferred_cross_entropy(matrix, call.target, call.weight, call.divisor, call.reduction, settings)
+            return finish(loss, logits, target, reduction, loss_dtype)
+        logits = logits.lc_plain("cross_entropy")
+    if isinstance(logits, TrackedLogits):
+        logits = plain_alias(logits)
+    return kernels.cross_entropy(
+        logits, target, weight, loss_dtype=loss_dtype, overwrite=overwrite, backend=backend, **options
+    )
+
+
+cross_entropy.__doc__ = f"""{kernels.cross_entropy.__doc__}
+    Deferred logits of a patched model are not computed for it; `chunk_bytes` is then as in `linear_cross_entropy`.
+    """
 
 
 def for_causal_lm_loss(
@@ -19,6 +70,7 @@ def for_causal_lm_loss(
     *,
     overwrite: bool = False,
     backend: str | None = None,
+    chunk_bytes: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Next-token loss, a drop-in for `transformers.loss.loss_utils.ForCausalLMLoss` that makes no FP32 copy of the logits.
@@ -32,6 +84,7 @@ def for_causal_lm_loss(
         shift_labels: (..., T), labels shifted already; `labels` are then unused.
         overwrite: as in `liger_compat.cross_entropy`.
         backend: as in `liger_compat.cross_entropy`.
+        chunk_bytes: as in `liger_compat.linear_cross_entropy`, for deferred logits.
         kwargs: accepted and ignored, as upstream does: models pass whatever their forward received.
 
     Returns:
@@ -69,6 +122,7 @@ def for_causal_lm_loss(
         loss_dtype=torch.float32,
         overwrite=overwrite,
         backend=backend,
+        chunk_bytes=chunk_bytes,
     )
     if isinstance(num_items_in_batch, Tensor) and not scalar:
         loss = loss / num_items_in_batch.to(loss.device)  # DataParallel hands out a row, and gets one back
@@ -89,7 +143,7 @@ def torch_cross_entropy_problem(
     del ignore_index, reduction, label_smoothing
     if size_average is not None or reduce is not None:
         return "it uses the deprecated size_average or reduce"
-    if not is_plain(input) or not is_plain(target):
+    if not (is_plain(input) or isinstance(input, DeferredLogits | TrackedLogits)) or not is_plain(target):
         return f"it is on {type(input).__name__} and {type(target).__name__}, not plain tensors"
     if target.dtype is not torch.int64:
         return f"its target is {target.dtype}, not class indices in int64"

@@ -26,7 +26,7 @@ from .upstream import Upstream, inspect_upstream
 
 M = TypeVar("M", bound=nn.Module)
 
-MODES = ("keep", "overwrite")
+MODES = ("defer", "keep", "overwrite")
 """What happens to `outputs.logits`: see `patch`."""
 
 _RECORD = "_liger_compat"  # attribute of a patched model
@@ -41,7 +41,7 @@ class Record:
     replacements: list[Replacement]
 
 
-def patch(model: M, *, logits: str = "keep", backend: str | None = None) -> M:
+def patch(model: M, *, logits: str = "defer", backend: str | None = None, chunk_bytes: int | None = None) -> M:
     """Lets a Hugging Face language model compute its loss by the kernel. In place; returns `model`.
 
     Only this instance changes: neither its class nor transformers nor torch. `unpatch` undoes it exactly. Patching a
@@ -49,9 +49,13 @@ def patch(model: M, *, logits: str = "keep", backend: str | None = None) -> M:
 
     Args:
         model: a `PreTrainedModel` whose forward takes labels, or a wrapper around one (PEFT, DDP, FSDP, torch.compile).
-        logits: "keep": `outputs.logits` are what the unpatched model returns, before and after `backward()`.
+        logits: "defer": `outputs.logits` are computed when something reads them, and the loss without them. They are right
+            while the weight of the output head is unchanged and resident (with FSDP2: before `backward()`); reading them
+            later raises `StaleLogitsError`. Where they cannot be deferred they are kept, and `report` says why.
+            "keep": `outputs.logits` are what the unpatched model returns, before and after `backward()`.
             "overwrite": the gradient takes their memory when the loss is computed; reading them then raises
             `OverwrittenLogitsError`. Where that is not possible the logits are kept, and `report` says why.
+        chunk_bytes: memory for logits in the mode "defer", as in `linear_cross_entropy`.
         backend: "triton", "reference", or None for Triton on devices where it runs and the reference elsewhere.
 
     Raises:
@@ -61,17 +65,18 @@ def patch(model: M, *, logits: str = "keep", backend: str | None = None) -> M:
         InvalidOptionError: for an unknown option.
         BackendUnavailableError: if the backend asked for cannot run here.
     """
-    _check_options(logits, backend)
+    _check_options(logits, backend, chunk_bytes)
     target = unwrap(model)
     record = record_of(target)
     if record is not None:
         for replacement in record.replacements:
             replacement.check()
-        if (record.settings.overwrite, record.settings.backend) == (logits == "overwrite", backend):
+        settings = record.settings
+        if (settings.logits, settings.backend, settings.chunk_bytes) == (logits, backend, chunk_bytes):
             return model
         unpatch(target)
     upstream = inspect_upstream()
-    settings = Settings(uuid.uuid4().hex, overwrite=logits == "overwrite", backend=backend)
+    settings = Settings(uuid.uuid4().hex, logits, backend, chunk_bytes)
     record = Record(settings, decide(target, upstream, logits), [])
     try:
         for replacement in apply(record.choices, target, upstream, settings):
@@ -103,9 +108,9 @@ def unpatch(model: M) -> M:
 
 
 @contextmanager
-def patched(model: M, *, logits: str = "keep", backend: str | None = None) -> Iterator[M]:
+def patched(model: M, *, logits: str = "defer", backend: str | None = None, chunk_bytes: int | None = None) -> Iterator[M]:
     """`patch` on entry, `unpatch` on exit, for a model that is not patched yet."""
-    patch(model, logits=logits, backend=backend)
+    patch(model, logits=logits, backend=backend, chunk_bytes=chunk_bytes)
     try:
         yield model
     finally:
@@ -171,12 +176,15 @@ def decide(model: PreTrainedModel, upstream: Upstream, logits: str) -> tuple[Cho
     return tuple(choices)
 
 
-def _check_options(logits: str, backend: str | None) -> None:
+def _check_options(logits: str, backend: str | None, chunk_bytes: int | None) -> None:
     if logits not in MODES:
         msg = f"expected logits to be one of {', '.join(map(repr, MODES))}, found {logits!r}"
         raise InvalidOptionError(msg)
     if backend is not None and backend not in kernels.BACKENDS:
         msg = f"expected backend to be one of {', '.join(map(repr, kernels.BACKENDS))} or None, found {backend!r}"
+        raise InvalidOptionError(msg)
+    if chunk_bytes is not None and chunk_bytes <= 0:
+        msg = f"expected chunk_bytes to be positive, or None for the default, found {chunk_bytes}"
         raise InvalidOptionError(msg)
     if backend == "triton" and (problem := kernels.triton_problem()) is not None:
         msg = f'backend "triton" was asked for, but Triton cannot be loaded ({problem}). Install "liger_compat[triton]".'

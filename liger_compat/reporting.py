@@ -46,8 +46,9 @@ class Report:
             f"{'patched' if self.patched else 'not patched'}, transformers {self.transformers}{commit}, "
             f"backend {self.backend}, logits {self.logits}",
             *map(str, self.choices),
-            f"losses by the kernel: {counters.kernel_losses} (overwritten: {counters.overwritten}); "
-            f"watched head calls: {counters.head_calls}",
+            f"losses by the kernel: {counters.kernel_losses} (without logits: {counters.fused}, overwriting logits: "
+            f"{counters.overwritten}); head calls: {counters.head_calls} (deferred: {counters.deferred})",
+            *(f"  logits computed {count} times, for {name}" for name, count in counters.materialised.most_common()),
             *(f"  {count} times: {why}" for why, count in counters.stepped_aside.most_common()),
         ]
         return "\n".join(lines)
@@ -71,7 +72,7 @@ def report(model: nn.Module) -> Report:
     return _report(record.choices, inspect_upstream(), backend, _counters(target, record), patched=True)
 
 
-def explain(model: nn.Module, *, logits: str = "keep", backend: str | None = None) -> Report:
+def explain(model: nn.Module, *, logits: str = "defer", backend: str | None = None) -> Report:
     """How `patch` with these options would serve the model; changes nothing.
 
     Raises:

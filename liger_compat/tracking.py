@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .errors import OverwrittenLogitsError
 
 Answer = Callable[..., Tensor]
-"""Computes `torch.nn.functional.cross_entropy(input, ...)`: called with the family of `input` and those arguments."""
+"""Computes `torch.nn.functional.cross_entropy`, called with its arguments."""
 
 
 class Family:
@@ -79,7 +79,7 @@ class TrackedLogits(Tensor):
         if func is F.cross_entropy:
             family = family_of(args[0] if args else kwargs.get("input"))
             if family is not None:
-                return family.answer(family, *args, **kwargs)
+                return family.answer(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         family = next((found for value in (*args, *kwargs.values()) if (found := family_of(value)) is not None), None)

@@ -39,7 +39,7 @@ def everything() -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("logits", ["keep", "overwrite"])
+@pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
 @pytest.mark.parametrize("family", ["llama", "t5", "gpt2", "mixtral"])
 def test_undo_restores_everything(family: str, logits: str) -> None:
     model = build(family)
@@ -214,14 +214,14 @@ def test_a_model_that_computes_a_loss_without_the_kernel_says_so() -> None:
 
 def test_logits_without_a_loss_are_plain() -> None:
     for family in ("llama", "t5"):
-        for logits in ("keep", "overwrite"):
+        for logits in ("defer", "keep", "overwrite"):
             model = liger_compat.patch(build(family), logits=logits)
             call = inputs(model, IDS)
             labels = call.pop("labels")
             if family == "t5":
                 call["decoder_input_ids"] = labels.clamp(0)
             output = model(**call)
-            assert type(output.logits) is torch.Tensor
+            assert (type(output.logits) is torch.Tensor) == (logits != "defer")
             output.logits.sum().backward()
 
 

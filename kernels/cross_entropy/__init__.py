@@ -1,12 +1,14 @@
 """Cross-entropy over given logits, without an FP32 copy of them and without keeping the softmax."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from . import _ops, reference
 from ._autograd import OverwritingCrossEntropy
 from ._options import Options, accumulator_dtype
-from ._validation import validate
+from ._validation import require_plain, validate
 
 __all__ = ["cross_entropy"]
 
@@ -66,18 +68,23 @@ def cross_entropy(
     >>> cross_entropy(logits, torch.tensor([0, -100]))
     tensor(0.2395)
     """
-    validate(logits, target, weight, reduction, label_smoothing, softcap, num_items_in_batch)
-    options = Options(ignore_index, float(label_smoothing), float(softcap or 0.0), float(logit_scale), float(z_loss))
-    acc = accumulator_dtype(logits)
-    shape = target.shape
+    require_plain(logits=logits, target=target)
+    call = make_call(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
+        num_items_in_batch=num_items_in_batch,
+    )
     matrix = logits.movedim(1, -1) if logits.dim() > 2 else logits
     matrix = matrix.reshape(-1, matrix.shape[-1])
-    target = target.reshape(-1).to(torch.int64)
-    weight = None if weight is None else weight.detach().to(acc)
-    divisor = divisor_of(num_items_in_batch, acc, logits.device)
-
     if torch._C._are_functorch_transforms_active():
-        loss = reference.composite(matrix, target, weight, divisor, reduction, options)
+        loss = reference.composite(matrix, *call)
     elif overwrite and matrix.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         problem = overwrite_problem(logits)
         if problem is None and matrix.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
@@ -85,13 +92,51 @@ def cross_entropy(
         if problem is not None:
             msg = f"expected logits that can be overwritten, but {problem}"
             raise ValueError(msg)
-        loss = OverwritingCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            matrix, target, weight, divisor, reduction, options, backend
-        )
+        loss = OverwritingCrossEntropy.apply(matrix, *call, backend)  # type: ignore[no-untyped-call]
     else:
-        loss, *_ = _ops.cross_entropy(matrix, target, weight, divisor, reduction, *options, backend)
+        loss, *_ = _ops.cross_entropy(matrix, *call[:-1], *call.options, backend)
+    return finish(loss, logits, target, reduction, loss_dtype)
+
+
+class Call(NamedTuple):
+    """A call of the loss, in the form that the operators take it: see `_ops.cross_entropy`."""
+
+    target: Tensor
+    weight: Tensor | None
+    divisor: Tensor | None
+    reduction: str
+    options: Options
+
+
+def make_call(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    *,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+    z_loss: float,
+    num_items_in_batch: Tensor | float | None,
+) -> Call:
+    """Checks the arguments of `cross_entropy` and brings them into one form; of `logits` only shape, dtype and device count."""
+    validate(logits, target, weight, reduction, label_smoothing, softcap, num_items_in_batch)
+    acc = accumulator_dtype(logits)
+    return Call(
+        target.reshape(-1).to(torch.int64),
+        None if weight is None else weight.detach().to(acc),
+        divisor_of(num_items_in_batch, acc, logits.device),
+        reduction,
+        Options(ignore_index, float(label_smoothing), float(softcap or 0.0), float(logit_scale), float(z_loss)),
+    )
+
+
+def finish(loss: Tensor, logits: Tensor, target: Tensor, reduction: str, loss_dtype: torch.dtype | None) -> Tensor:
+    """The loss of rows in the shape and dtype that the caller of `cross_entropy` gets."""
     if reduction == "none":
-        loss = loss.reshape(shape)
+        loss = loss.reshape(target.shape)
     return loss.to(loss_dtype or _loss_dtype(logits))
 
 

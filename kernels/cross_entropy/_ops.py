@@ -83,6 +83,30 @@ def _(grad_loss: Tensor, logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
+def row_statistics(
+    logits: Tensor, *, softcap: float | None, logit_scale: float, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Maximum and sum of the softmax of each row of logits (N, V), capped and scaled; without history."""
+    options = Options(-1, 0.0, softcap or 0.0, logit_scale, 0.0)
+    target = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    _, maximum, total = implementation(backend, logits).row_losses(logits.detach(), target, None, options)
+    return maximum, total
+
+
+def gradient_of_logits(
+    logits: Tensor,
+    grad_loss: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    divisors: Tensor,
+    options: Options,
+    backend: str | None,
+) -> Tensor:
+    """The gradient of logits (N, V) whose loss was computed in another way; `divisors` are those of that loss."""
+    _, maximum, total = implementation(backend, logits).row_losses(logits.detach(), target, weight, options)
+    return cross_entropy_backward(grad_loss, logits, target, weight, maximum, total, divisors, *options, backend)
+
+
 def implementation(backend: str | None, logits: Tensor) -> ModuleType:
     """The backend's module. Chosen here, inside the operator, so that torch.compile need not trace the choice."""
     module = _backend.load(backend, logits.device)

@@ -16,13 +16,6 @@ def validate(
     num_items_in_batch: Tensor | float | None,
 ) -> None:
     """Raises TypeError or ValueError for a call that `cross_entropy` cannot serve; reads no tensor's values."""
-    for name, tensor in (("logits", logits), ("target", target)):
-        if not isinstance(tensor, Tensor):
-            msg = f"expected {name} to be a torch.Tensor, found {type(tensor).__name__}"
-            raise TypeError(msg)
-    if not plain(logits) or not plain(target):
-        msg = f"expected plain, dense, local tensors, found {_kind(logits)} logits and a {_kind(target)} target"
-        raise TypeError(msg)
     if not logits.is_floating_point():
         msg = f"expected logits of a floating-point dtype, found {logits.dtype}"
         raise TypeError(msg)
@@ -47,6 +40,17 @@ def validate(
         msg = f"expected logits and target on one device, found {logits.device} and {target.device}"
         raise ValueError(msg)
     validate_options(logits.shape[class_dim], weight, reduction, label_smoothing, softcap, num_items_in_batch)
+
+
+def require_plain(**tensors: Tensor) -> None:
+    """Raises TypeError for what is no tensor, or none that kernels can read."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            msg = f"expected {name} to be a torch.Tensor, found {type(tensor).__name__}"
+            raise TypeError(msg)
+        if not plain(tensor):
+            msg = f"expected {name} to be a plain, dense, local tensor, found {_kind(tensor)}"
+            raise TypeError(msg)
 
 
 def plain(tensor: Tensor) -> bool:

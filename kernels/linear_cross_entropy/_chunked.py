@@ -67,11 +67,11 @@ def forward(operands: Operands, divisor: Tensor | None, reduction: str, settings
     with _no_autocast(hidden):
         w = weight.to(settings.compute_dtype)
         b = None if bias is None else bias.to(settings.compute_dtype)
-        like = hidden.new_empty(0, weight.shape[0], dtype=settings.compute_dtype)
+        like = hidden.new_empty((), dtype=settings.compute_dtype).expand(hidden.shape[0], weight.shape[0])  # no memory
         divisors = _ops.prepare(like, target, class_weight, divisor, reduction, options, backend)
-        loss, maximum, total = row_outputs(hidden.new_empty(hidden.shape[0], 0, dtype=settings.compute_dtype))
+        loss, maximum, total = row_outputs(like)
         gradients = _allocate(operands, wanted) if early else None
-        for rows in _chunks(hidden, weight, settings):
+        for rows in _chunks(operands, settings):
             h = hidden[rows].to(settings.compute_dtype)
             logits = torch.nn.functional.linear(h, w, b)
             kernel = _ops.implementation(backend, logits)
@@ -101,7 +101,7 @@ def backward(
         w = weight.to(settings.compute_dtype)
         b = None if bias is None else bias.to(settings.compute_dtype)
         gradients = _allocate(operands, wanted)
-        for rows in _chunks(hidden, weight, settings):
+        for rows in _chunks(operands, settings):
             h = hidden[rows].to(settings.compute_dtype)
             logits = torch.nn.functional.linear(h, w, b)
             kernel = _ops.implementation(settings.backend, logits)
@@ -168,15 +168,21 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
         out.copy_(torch.mm(a, b))
 
 
-def _chunks(hidden: Tensor, weight: Tensor, settings: Settings) -> Iterator[slice]:
-    """Rows in as few chunks as the budget allows, of about equal size."""
-    count = hidden.shape[0]
-    default = CHUNK_BYTES_ON_CPU if hidden.device.type == "cpu" else CHUNK_BYTES
-    budget = settings.chunk_bytes or int(os.environ.get("LIGER_COMPAT_CHUNK_BYTES", default))
-    most = max(1, budget // (weight.shape[0] * settings.compute_dtype.itemsize))
+def rows_in_chunks(
+    count: int, columns: int, dtype: torch.dtype, device: torch.device, chunk_bytes: int | None = None
+) -> Iterator[slice]:
+    """`count` rows of logits in as few chunks as the budget allows, of about equal size."""
+    default = CHUNK_BYTES_ON_CPU if device.type == "cpu" else CHUNK_BYTES
+    budget = chunk_bytes or int(os.environ.get("LIGER_COMPAT_CHUNK_BYTES", default))
+    most = max(1, budget // (columns * dtype.itemsize))
     number = -(-count // most)
     step = -(-count // number) if number else 1
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _chunks(operands: Operands, settings: Settings) -> Iterator[slice]:
+    hidden, weight = operands.hidden, operands.weight
+    return rows_in_chunks(hidden.shape[0], weight.shape[0], settings.compute_dtype, hidden.device, settings.chunk_bytes)
 
 
 def _no_autocast(tensor: Tensor) -> torch.autocast:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..cross_entropy._validation import plain, validate_options
+from ..cross_entropy._validation import require_plain, validate_options
 
 
 def validate(
@@ -23,9 +23,7 @@ def validate(
     for name, tensor in tensors.items():
         if tensor is None and name == "bias":
             continue
-        if not isinstance(tensor, Tensor) or not plain(tensor):
-            msg = f"expected {name} to be a plain, dense, local torch.Tensor, found {type(tensor).__name__}"
-            raise TypeError(msg)
+        require_plain(**{name: tensor})
         if tensor.is_floating_point() == (name == "target") or tensor.dtype is torch.bool:
             kind = "class indices of an integer dtype" if name == "target" else "a floating-point dtype"
             msg = f"expected {name} to have {kind}, found {tensor.dtype}"

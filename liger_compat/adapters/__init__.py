@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from .. import inspection
 from ..replacement import Replacement
 from ..upstream import Upstream
-from . import head, inline, loss_function
+from . import head, inline, loss_function, watch
 from .settings import Settings
 
 ADAPTERS = (loss_function, inline)
@@ -63,12 +63,12 @@ def choose(model: PreTrainedModel, upstream: Upstream, logits: str, path: str = 
 
 
 def _accept(model: PreTrainedModel, adapter: str, path: str, why: str, refused: tuple[Refusal, ...], logits: str) -> Choice:
-    watches = adapter == inline.NAME or logits == "overwrite"
+    watches = adapter == inline.NAME or logits != "keep"
     if not watches and inspection.calls_cross_entropy(model, head.output_head(model)):
         watches = True
         why += " (it computes torch.nn.functional.cross_entropy too, which is served as well)"
     problem = head.problem(model) if watches else None
-    kept_because = (problem or "") if logits == "overwrite" else ""
+    kept_because = {"defer": head.deferral_problem, "overwrite": head.problem}.get(logits, lambda _: None)(model) or ""
     return Choice(
         type(model).__name__,
         path,
@@ -83,7 +83,7 @@ def _accept(model: PreTrainedModel, adapter: str, path: str, why: str, refused: 
 
 def apply(choices: Sequence[Choice], model: PreTrainedModel, upstream: Upstream, settings: Settings) -> Iterator[Replacement]:
     """Lets the chosen adapters serve `model` and the models inside it; yields the attributes that were replaced."""
-    head.install_watch(model, settings)
+    watch.install(model, settings)
     for choice in choices:
         served: Any = model.get_submodule(choice.path)
         if choice.watches_head:

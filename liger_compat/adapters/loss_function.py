@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import inspection
+from ..deferred import DeferredLogits
 from ..kernels import is_plain
 from ..loss import for_causal_lm_loss
 from ..replacement import Replacement
@@ -74,7 +75,7 @@ class CausalLMLoss:
         """The loss, as `for_causal_lm_loss` documents it."""
         if not self._takes_shift_labels:
             shift_labels = None  # swallowed by upstream's **kwargs
-        if not isinstance(logits, TrackedLogits) and not is_plain(logits):
+        if not isinstance(logits, DeferredLogits | TrackedLogits) and not is_plain(logits):
             # Nothing we could read: DTensor, or None where upstream's own kernels take the hidden states.
             self._settings.step_aside(f"loss left to transformers: the logits are a {type(logits).__name__}")
             if shift_labels is not None:
@@ -92,6 +93,7 @@ class CausalLMLoss:
                 shift_labels,
                 overwrite=overwrite,
                 backend=self._settings.backend,
+                chunk_bytes=self._settings.chunk_bytes,
             )
 
         return self._settings.serve(logits, compute)

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..counters import Counters
+from ..deferred import DeferredLogits, can_fuse
 from ..kernels import overwrite_problem
+from ..loss import cross_entropy, torch_cross_entropy_problem
 from ..tracking import Family, family_of, plain_alias
 
 
@@ -19,22 +22,52 @@ class Settings:
 
     token: str
     """Tells the parts of this patch from those of others, also in copies of the model."""
-    overwrite: bool
+    logits: str
+    """The mode: "defer", "keep" or "overwrite"."""
     backend: str | None
+    chunk_bytes: int | None
     counters: Counters = field(default_factory=Counters)
     open_family: weakref.ref[Family] | None = None
-    """The family of the forward that runs, for the end of that forward."""
+    """The tracked logits of the forward that runs, for its end."""
     losses_before: int = 0
     """`counters.kernel_losses` when that forward began."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "open_family": None}  # a weak reference cannot be pickled
 
+    def track(self, logits: Tensor) -> None:
+        """Watches plain logits until the loss is computed."""
+        family = Family(self.answer, overwrites=self.logits == "overwrite")
+        family.adopt(logits)
+        self.open_family = weakref.ref(family)
+
+    # What deferred logits report to (`deferred.source.Source.observer`).
+    watch = track
+
+    def materialised(self, name: str) -> None:
+        """Counts that deferred logits were computed for an operation of that name."""
+        self.counters.materialised[name] += 1
+
+    def answer(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002  PyTorch's name
+        """`torch.nn.functional.cross_entropy` over logits of the model."""
+        why = torch_cross_entropy_problem(input, *args, **kwargs)
+        if why is not None:
+            self.step_aside(f"cross-entropy left to PyTorch: {why}")
+            return F.cross_entropy(_plain(input), *args, **kwargs)
+        return self.serve(input, lambda logits, overwrite: self._loss(logits, overwrite, *args, **kwargs))
+
     def serve(self, logits: Tensor, compute: Callable[[Tensor, bool], Tensor]) -> Tensor:
-        """`compute(logits, overwrite)` with plain logits; afterwards the logits are plain, or unreadable if overwritten."""
+        """`compute(logits, overwrite)` with plain or deferred logits; afterwards plain ones are plain, or unreadable."""
+        if isinstance(logits, DeferredLogits):
+            if can_fuse(logits):
+                loss = compute(logits, False)
+                self.counters.kernel_losses += 1
+                self.counters.fused += 1
+                return loss
+            logits = logits.lc_plain("a loss over logits that were read before")
         family = family_of(logits)
         plain = logits if family is None else plain_alias(logits)
-        overwrite = self.overwrite and self._may_overwrite(plain, family)
+        overwrite = self.logits == "overwrite" and self._may_overwrite(plain, family)
         loss = compute(plain, overwrite)
         self.counters.kernel_losses += 1
         if family is not None:
@@ -60,3 +93,32 @@ class Settings:
         if problem is not None:
             self.step_aside(f"logits kept, not overwritten: {problem}")
         return problem is None
+
+    def _loss(
+        self,
+        logits: Tensor,
+        overwrite: bool,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: None = None,
+        ignore_index: int = -100,
+        reduce: None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        return cross_entropy(
+            logits,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            overwrite=overwrite,
+            backend=self.backend,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+
+def _plain(logits: Tensor) -> Tensor:
+    """Logits as PyTorch shall see them."""
+    return logits.lc_plain("cross_entropy") if isinstance(logits, DeferredLogits) else plain_alias(logits)

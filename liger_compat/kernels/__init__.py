@@ -11,18 +11,31 @@ except ModuleNotFoundError as error:  # pragma: no cover  # a checkout that was 
     )
     raise ImportError(msg) from error
 from .cross_entropy._backend import BACKENDS, choose, device_problem, triton_problem
+from .cross_entropy._ops import gradient_of_logits, row_statistics
 from .cross_entropy._validation import plain as is_plain
 from .linear_cross_entropy import linear_cross_entropy
+from .linear_cross_entropy._chunked import Operands, rescale, rows_in_chunks
+from .linear_cross_entropy._chunked import Settings as ChunkSettings
+from .linear_cross_entropy._chunked import backward as chunked_backward
+from .linear_cross_entropy._chunked import forward as chunked_forward
 
 __all__ = [
     "BACKENDS",
+    "ChunkSettings",
+    "Operands",
     "choose",
+    "chunked_backward",
+    "chunked_forward",
     "cross_entropy",
     "device_problem",
+    "gradient_of_logits",
     "is_plain",
     "linear_cross_entropy",
     "losses_computed",
     "overwrite_problem",
+    "rescale",
+    "row_statistics",
+    "rows_in_chunks",
     "triton_problem",
 ]
 

@@ -28,10 +28,11 @@ def check_logits(model: nn.Module, stock: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_logits_are_scores_when_kept(backend: str) -> None:
+@pytest.mark.parametrize("logits", ["defer", "keep"])
+def test_logits_are_scores(logits: str, backend: str) -> None:
     if backend == "triton" and (problem := liger_compat.kernels.device_problem("cpu")) is not None:
         pytest.skip(f"na: {problem}")
-    check_logits(liger_compat.patch(build("llama"), logits="keep", backend=backend), build("llama"))
+    check_logits(liger_compat.patch(build("llama"), logits=logits, backend=backend), build("llama"))
 
 
 def test_logits_are_never_gradients_when_overwritten() -> None:

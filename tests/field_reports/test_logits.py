@@ -29,13 +29,13 @@ def test_r59_a_request_for_metrics_is_ignored_as_stock_ignores_it() -> None:
     assert_same_as_stock(model, stock, **inputs(stock, IDS), return_token_accuracy=True, use_token_scaling=False)
 
 
-@pytest.mark.parametrize("logits", ["keep", "overwrite"])
+@pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
 def test_r62_logits_to_keep(logits: str) -> None:
     stock, model = build("llama"), liger_compat.patch(build("llama"), logits=logits)
     name = next((n for n in ("logits_to_keep", "num_logits_to_keep") if n in inspect.signature(stock.forward).parameters), None)
     if name is None:
         pytest.skip("na: its forward cannot trim logits in this transformers")
-    kept = liger_compat.report(model).logits == "keep"
+    kept = liger_compat.report(model).logits != "overwrite"
     call = {"input_ids": IDS, "labels": IDS[:, -5:], name: 5}
     assert_same_as_stock(model, stock, logits=kept, **call)
     assert liger_compat.report(model).counters.kernel_losses == 1
@@ -61,7 +61,7 @@ def test_r64_unknown_options_raise_when_patching() -> None:
     model = build("llama")
     with pytest.raises(TypeError, match="skip_logits"):
         liger_compat.patch(model, skip_logits=True)
-    with pytest.raises(liger_compat.InvalidOptionError, match="'keep', 'overwrite', found 'drop'"):
+    with pytest.raises(liger_compat.InvalidOptionError, match="'defer', 'keep', 'overwrite', found 'drop'"):
         liger_compat.patch(model, logits="drop")
     with pytest.raises(liger_compat.InvalidOptionError, match="'triton', 'reference' or None, found 'cuda'"):
         liger_compat.patch(model, backend="cuda")

@@ -65,7 +65,8 @@ def test_r82_autocast(family: str, autocast: str) -> None:
     assert output.loss.dtype == expected.loss.dtype
     assert output.logits.dtype == expected.logits.dtype
     assert torch.equal(output.logits, expected.logits)
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=0)
+    # With autocast a deferred soft cap is computed in FP32, where the model computes it in BF16.
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5 if autocast == "none" else 1e-4, atol=0)
     assert distances(found, wanted) < BOUNDS[torch.float32 if autocast == "none" else torch.bfloat16].tensors
 
 
@@ -81,7 +82,7 @@ def test_r82_fp16_and_a_gradient_scaler() -> None:
     assert distances(results[1], results[0]) < 2e-2
 
 
-@pytest.mark.parametrize("logits", ["keep", "overwrite"])
+@pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
 @pytest.mark.parametrize("family", available("llama", "mistral", "t5"))
 def test_r83_dtypes_of_loss_and_logits_are_those_of_the_release(family: str, logits: str) -> None:
     """Up to 4.45 heads upcast the returned logits, later ones only for the loss."""
@@ -109,7 +110,7 @@ def test_r86_soft_capped_logits(family: str, cap: float | None) -> None:
     assert_same_as_stock(models[1], models[0], **inputs(models[0], IDS))
 
 
-@pytest.mark.parametrize("logits", ["keep", "overwrite"])
+@pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
 def test_r87_any_transform_between_head_and_loss(logits: str) -> None:
     """A cap with a multiplier inside, a temperature, a bias: the model's own code runs, none of it is guessed."""
     from transformers import LlamaForCausalLM
@@ -130,7 +131,7 @@ def test_r87_any_transform_between_head_and_loss(logits: str) -> None:
         model.bias = nn.Parameter(torch.linspace(-1, 1, VOCABULARY))
         models.append(model)
     liger_compat.patch(models[1], logits=logits)
-    assert_same_as_stock(models[1], models[0], logits=logits == "keep", input_ids=IDS, labels=IDS)
+    assert_same_as_stock(models[1], models[0], logits=logits != "overwrite", input_ids=IDS, labels=IDS)
     assert liger_compat.report(models[1]).counters.kernel_losses == 1
 
 

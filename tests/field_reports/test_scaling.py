@@ -66,7 +66,7 @@ def test_r31_what_trainer_infers_from_the_signature_is_unchanged(family: str) ->
             model(**inputs(model, torch.arange(3, 35).view(2, 16)), num_items_in_batch=3)
 
 
-@pytest.mark.parametrize("logits", ["keep", "overwrite"])
+@pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
 @pytest.mark.parametrize("count", [None, torch.tensor(20), torch.tensor([20])], ids=str)
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_r36_the_loss_is_an_ordinary_tensor(family: str, count: Any, logits: str) -> None:

@@ -244,7 +244,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": torch.randn(3, 5)}, TypeError, "class indices.*torch.float32.*no probabilities"),
     ({"logits": torch.randint(0, 3, (3, 5))}, TypeError, "floating-point.*torch.int64"),
     ({"logits": [[1.0]]}, TypeError, "torch.Tensor, found list"),
-    ({"logits": torch.randn(3, 5).to_sparse()}, TypeError, "plain, dense.*sparse"),
+    ({"logits": torch.randn(3, 5).to_sparse()}, TypeError, "plain, dense, local tensor.*sparse"),
     ({"weight": torch.ones(4)}, ValueError, r"\(5,\).*found \(4,\)"),
     ({"weight": torch.ones(5, requires_grad=True)}, ValueError, "need no gradient"),
     ({"reduction": "avg"}, ValueError, "'mean', 'sum', 'none', found 'avg'"),
