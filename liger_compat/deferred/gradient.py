@@ -13,31 +13,46 @@ import torch
 from torch import Tensor
 
 from .pending import Op
-from .source import Cell, Source
+from .source import apply, product
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass
 class Finished:
-    """The gradients of a head's operands through one loss."""
+    """The gradients of a head's operands through one loss, and what the gradient of its logits can be computed from."""
 
-    source: Source
-    rows: Tensor | None
-    """Numbers of the rows of the hidden states that the first gradient is of; None for all."""
     gradients: Gradients
-    """Of those rows (n, H), of the weight and of the bias."""
-    of_logits: Callable[[], Tensor]
-    """Computes the gradient of the logits that the loss was given."""
+    """Of some rows of the hidden states (n, H), of the weight and of the bias."""
+    rows: Tensor | None
+    """Numbers of those rows; None for all."""
+    operands: tuple[Tensor, Tensor, Tensor | None]
+    dtype: torch.dtype
+    ops: tuple[Op, ...]
+    """What was pending on the logits when the loss was computed."""
+    of_values: Callable[[Tensor], Tensor]
+    """The gradient of the logits that the loss was given, (N, V), from those logits."""
 
     def of_operands(self) -> Gradients:
         """The gradients of hidden states, weight and bias, in their shapes."""
         of_rows, *others = self.gradients
-        hidden = self.source.hidden
+        hidden = self.operands[0]
         if of_rows is not None and self.rows is not None:
             whole = of_rows.new_zeros(hidden.shape[:-1].numel(), hidden.shape[-1])
             of_rows = whole.index_add_(0, self.rows, of_rows)
         return None if of_rows is None else of_rows.view(hidden.shape), others[0], others[1]
+
+    def of_logits(self, done: int) -> Tensor:
+        """The gradient of the logits that `done` of the pending operations had been applied to."""
+        stages = [product(*self.operands, self.dtype)]
+        for op in self.ops:
+            stages.append(apply([op], stages[-1]))
+        values = stages.pop()
+        gradient = self.of_values(values.reshape(-1, values.shape[-1])).view(values.shape)
+        for op in reversed(self.ops[done:]):
+            before = stages.pop()
+            gradient = op.adjoint(gradient, lambda before=before: before, before.shape, before.dtype)
+        return gradient
 
 
 @dataclass
@@ -52,46 +67,43 @@ class Sum:
         hidden, weight, bias = (a if b is None else b if a is None else a + b for a, b in both)
         return hidden, weight, bias
 
-    def of_logits(self) -> Tensor:
-        """Their sum."""
-        return self.parts[0].real() + self.parts[1].real()
+    def of_logits(self, done: int) -> Tensor:
+        """Their sum. Both are of the same logits, wherever their losses were computed."""
+        return self.parts[0].real(done) + self.parts[1].real(done)
 
 
 class LazyGradient(Tensor):
     """Has the shape and dtype of deferred logits."""
 
     _lc_finished: Finished | Sum
-    _lc_back: tuple[tuple[Op, Cell, Tensor], ...]
-    """Pending operations between these logits and those that the loss was given, last first, each with what it was applied to."""
+    _lc_done: int
+    """How many of the pending operations had been applied to these logits."""
     _lc_real: Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(
-        cls, meta: Tensor, device: torch.device, finished: Finished | Sum, back: tuple[tuple[Op, Cell, Tensor], ...] = ()
-    ) -> "LazyGradient":
+    def of(cls, meta: Tensor, device: torch.device, finished: Finished | Sum, done: int) -> "LazyGradient":
         """A gradient of the shape and dtype of `meta`."""
         with torch._C.DisableTorchFunctionSubclass():
             self: LazyGradient = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=device)
-        self._lc_finished, self._lc_back, self._lc_real = finished, back, None
+        self._lc_finished, self._lc_done, self._lc_real = finished, done, None
         return self
 
-    def through(self, op: Op, cell: Cell, meta: Tensor) -> "LazyGradient":
-        """The gradient of the logits of `cell`, of the shape and dtype of `meta`, that `op` was applied to."""
-        return LazyGradient.of(meta, self.device, self._lc_finished, (*self._lc_back, (op, cell, meta)))
+    def before(self, meta: Tensor) -> "LazyGradient":
+        """The gradient of the logits, of the shape and dtype of `meta`, that the last of those operations was applied to."""
+        return LazyGradient.of(meta, self.device, self._lc_finished, self._lc_done - 1)
 
     def of_operands(self) -> Gradients:
         """The gradients of hidden states, weight and bias."""
         return self._lc_finished.of_operands()
 
-    def real(self) -> Tensor:
-        """The gradient itself, computed once."""
+    def real(self, done: int | None = None) -> Tensor:
+        """The gradient itself, computed once; or that of the logits after fewer operations."""
+        if done is not None and done != self._lc_done:
+            return self._lc_finished.of_logits(done)
         if self._lc_real is None:
-            gradient = self._lc_finished.of_logits()
-            for op, cell, meta in self._lc_back:
-                gradient = op.adjoint(gradient, cell.pristine, meta.shape, meta.dtype)
-            self._lc_real = gradient.view(self.shape)
+            self._lc_real = self._lc_finished.of_logits(self._lc_done).view(self.shape)
         return self._lc_real
 
     @classmethod
@@ -99,10 +111,10 @@ class LazyGradient(Tensor):
         first = args[0] if args else None
         if isinstance(first, LazyGradient):
             if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == tuple(first.shape)):
-                return LazyGradient.of(first, first.device, first._lc_finished, first._lc_back)
+                return LazyGradient.of(first, first.device, first._lc_finished, first._lc_done)
             if func is torch.ops.aten.add.Tensor and isinstance(args[1], LazyGradient) and not kwargs:
                 if first.shape == args[1].shape:
-                    return LazyGradient.of(first, first.device, Sum((first, args[1])))
+                    return LazyGradient.of(first, first.device, Sum((first, args[1])), first._lc_done)
         return func(*_real(args), **_real(kwargs or {}))
 
 

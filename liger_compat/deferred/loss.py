@@ -1,5 +1,6 @@
 """Cross-entropy of deferred logits: computed from hidden states and weight, a chunk of logits at a time."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,41 +44,47 @@ class Loss(torch.autograd.Function):
         settings: Any,
     ) -> Tensor:
         cell = logits._lc_cell
-        operands, result, folded = _forward(cell, target, class_weight, divisor, reduction, settings, cell.source.wanted)
+        source = cell.source
+        operands, result, folded = _forward(cell, target, class_weight, divisor, reduction, settings, source.wanted)
         gradients = (None, None, None) if result.gradients is None else result.gradients
-        # Everything goes through autograd's saved tensors: it frees them after backward, however long the loss is kept,
+        # Every tensor goes through autograd's saved tensors: it frees them after backward, however long the loss is kept,
         # and notices when the weight was changed in place in between. The parameter itself is saved for that.
         ctx.save_for_backward(
-            logits, cell.source.weight, *operands, result.maximum, result.total, result.divisors, *gradients
+            *source.operands(), *operands, cell.rows, result.maximum, result.total, result.divisors, *gradients
         )
-        ctx.cell, ctx.meta, ctx.settings, ctx.folded = cell, logits._lc_meta, settings, folded
+        ctx.meta, ctx.settings, ctx.folded, ctx.ops, ctx.wanted = logits._lc_meta, settings, folded, cell.ops, source.wanted
         ctx.early = result.gradients is not None
+        source.fused.append(True)
         return result.loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> Any:
-        logits, _, hidden, weight, bias, target, class_weight, maximum, total, divisors, *gradients = ctx.saved_tensors
-        cell, settings = ctx.cell, ctx.settings
-
-        def of_logits(values: Tensor) -> Tensor:
-            return gradient_of_logits(
-                values, grad_loss, target, class_weight, divisors, settings.options, settings.backend
-            )
-
-        if torch.is_grad_enabled():
-            # create_graph=True: the gradient of real logits, whose own gradient is a named error.
-            values = logits.lc_plain("create_graph")
-            return of_logits(values.reshape(-1, values.shape[-1])).view(ctx.meta.shape), *[None] * 5
+        saved = ctx.saved_tensors
+        operands, folded_operands, (rows, maximum, total, divisors, *gradients) = saved[:3], Operands(*saved[3:8]), saved[8:]
         if ctx.early:
             # In the memory that they have. A second backward finds them scaled, and makes them anew.
             ctx.early = False
-            rescale(gradients, grad_loss, settings.backend)
+            rescale(gradients, grad_loss, ctx.settings.backend)
         else:
-            operands = Operands(hidden, weight, bias, target, class_weight)
-            gradients = chunked_backward(operands, maximum, total, divisors, grad_loss, ctx.folded, cell.source.wanted)
-        whole = (gradients[0], _pad(gradients[1], cell), _pad(gradients[2], cell))
-        finished = Finished(cell.source, cell.rows, whole, lambda: of_logits(_matrix(cell)))
-        return LazyGradient.of(ctx.meta, grad_loss.device, finished), *[None] * 5
+            gradients = chunked_backward(folded_operands, maximum, total, divisors, grad_loss, ctx.folded, ctx.wanted)
+        columns = operands[1].shape[0]
+        finished = Finished(
+            (gradients[0], _pad(gradients[1], columns), _pad(gradients[2], columns)),
+            rows,
+            operands,
+            ctx.folded.compute_dtype,
+            ctx.ops,
+            partial(
+                gradient_of_logits,
+                grad_loss=grad_loss,
+                target=folded_operands.target,
+                weight=folded_operands.class_weight,
+                divisors=divisors,
+                options=ctx.settings.options,
+                backend=ctx.settings.backend,
+            ),
+        )
+        return LazyGradient.of(ctx.meta, grad_loss.device, finished, len(ctx.ops)), *[None] * 5
 
 
 def _forward(
@@ -115,14 +122,8 @@ def _forward(
     return operands, result, folded
 
 
-def _matrix(cell: Cell) -> Tensor:
-    values = cell.pristine()
-    return values.reshape(-1, values.shape[-1])
-
-
-def _pad(gradient: Tensor | None, cell: Cell) -> Tensor | None:
+def _pad(gradient: Tensor | None, columns: int) -> Tensor | None:
     """A gradient of the first columns of the vocabulary -> of all."""
-    missing = cell.source.weight.shape[0] - (gradient.shape[0] if gradient is not None else 0)
-    if gradient is None or not missing:
+    if gradient is None or gradient.shape[0] == columns:
         return gradient
-    return F.pad(gradient, (0, 0) * (gradient.dim() - 1) + (0, missing))
+    return F.pad(gradient, (0, 0) * (gradient.dim() - 1) + (0, columns - gradient.shape[0]))

@@ -34,6 +34,8 @@ class Op:
     call: Call
     views = False
     """Whether the result shares memory with the logits it is made from."""
+    needs_logits = False
+    """Whether `adjoint` needs those logits."""
 
     def value(self, logits: Tensor) -> Tensor:
         """The operation on real logits; with autograd where that is on."""
@@ -84,6 +86,8 @@ class Scale(Op):
 @dataclass(frozen=True)
 class Tanh(Op):
     """The middle of a soft cap."""
+
+    needs_logits = True
 
     def adjoint(self, grad: Tensor, logits: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return grad * (1 - self.value(logits()).square())

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import rows_in_chunks
-from .source import Cell
 
 if TYPE_CHECKING:
     from .tensor import DeferredLogits
@@ -40,22 +39,12 @@ def by_rows(logits: "DeferredLogits", reduce: Callable[[Tensor], Tensor]) -> Ten
         return result.reshape(*lead, *result.shape[1:])
     source = cell.source
     source.check()
-    chain = _chain(cell)
     parts = []
     for chunk in rows_in_chunks(lead.numel(), source.weight.shape[0], source.dtype, source.hidden.device):
         rows = source.compute_rows(chunk if cell.rows is None else cell.rows[chunk])
         with torch.no_grad():
-            for each in chain:
+            for each in cell.ops:
                 rows = each.on_rows_of_logits(rows)
             parts.append(reduce(rows))
     result = torch.cat(parts) if parts else reduce(source.compute_rows(slice(0, 0)))
     return result.reshape(*lead, *result.shape[1:])
-
-
-def _chain(cell: Cell) -> list[Any]:
-    """The pending operations, first to last."""
-    found = []
-    while cell.parent is not None:
-        found.append(cell.op)
-        cell = cell.parent
-    return found[::-1]

@@ -1,5 +1,6 @@
 """What deferred logits are computed from, and whether that is still what it was."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,8 @@ class Source:
     """Whether hidden, weight and bias need a gradient."""
     observer: Any
     """Is told what happens: `materialised(name)`, `family()`."""
+    fused: list[bool] = field(default_factory=list)
+    """True in it once a loss was computed without the logits; shared with the autograd node of the head."""
     versions: tuple[int | None, ...] = ()
     witness: Witness | None = None
 
@@ -47,6 +50,10 @@ class Source:
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
 
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias."""
+        return self.hidden, self.weight, self.bias
+
     def compute(self) -> Tensor:
         """The logits, with the product that the head would have computed.
 
@@ -54,9 +61,7 @@ class Source:
             StaleLogitsError: if what they are computed from has changed, so that they would be other logits.
         """
         self.check()
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(self.dtype)
-            logits = F.linear(self.hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+        logits = product(*self.operands(), self.dtype)
         self.compare(logits.reshape(-1, logits.shape[-1]), slice(None))
         return logits
 
@@ -71,10 +76,7 @@ class Source:
 
     def compute_rows(self, rows: Tensor | slice) -> Tensor:
         """Some rows of the head's output, (n, V); `check` comes first. Raises StaleLogitsError as `compute` does."""
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(self.dtype)
-            hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
-            logits = F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+        logits = product(self.hidden.reshape(-1, self.hidden.shape[-1])[rows], self.weight, self.bias, self.dtype)
         self.compare(logits, rows)
         return logits
 
@@ -121,10 +123,20 @@ class Cell:
     def is_computed(self) -> bool:
         return self._value is not None
 
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The pending operations, first to last."""
+        return () if self.parent is None or self.op is None else (*self.parent.ops, self.op)
+
     def value(self) -> Tensor:
         """The logits, graph-free, always the same tensor."""
         if self._value is None:
-            self._value = self._compute()
+            if self.parent is None or self.op is None:
+                self._value = self.source.compute()
+            elif self.op.views:  # shows what is written into the logits that it was taken from
+                self._value = apply([self.op], self.parent.value())
+            else:  # a copy from before any write
+                self._value = apply([self.op], self.parent.pristine())
             self._version = self._value._version
         return self._value
 
@@ -132,20 +144,21 @@ class Cell:
         """The logits as they were made, also if somebody has written into them since."""
         if self._value is not None and self._value._version == self._version:
             return self._value
-        return self._apply(self.source.compute() if self.parent is None else self.parent.pristine())
+        return apply(self.ops, self.source.compute())
 
-    def _compute(self) -> Tensor:
-        if self.parent is None:
-            return self.source.compute()
-        # A view shows what is written into the logits it was taken from; anything else is a copy from before.
-        views = self.op is not None and self.op.views
-        return self._apply(self.parent.value() if views else self.parent.pristine())
 
-    def _apply(self, logits: Tensor) -> Tensor:
-        if self.op is None:
-            return logits
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-            return self.op.value(logits)
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The head's output, graph-free, as it computes it in `dtype`."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def apply(ops: Sequence[Op], logits: Tensor) -> Tensor:
+    """Pending operations on real logits, graph-free."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+        for op in ops:
+            logits = op.value(logits)
+        return logits
 
 
 def log_sum_exp(rows: Tensor, fold: Fold) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from . import reads, recognise
 from .gradient import LazyGradient, Gradients
 from .pending import Op, Rows, row_numbers
-from .source import Cell, Source
+from .source import Cell, Source, apply, product
 
 
 class DeferredLogits(Tensor):
@@ -126,23 +126,49 @@ class HeadCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.dtype = source.dtype
+        # Not the source itself: what hangs on a node lives as long as somebody holds the loss.
+        ctx.dtype, ctx.fused = source.dtype, source.fused
         return _head_output(source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if isinstance(grad, LazyGradient):
-            return (*grad.of_operands(), None)
         hidden, weight, bias = ctx.saved_tensors
+        if isinstance(grad, LazyGradient):
+            gradients = grad.of_operands()
+        else:
+            gradients = HeadCall.gradients(ctx, grad, hidden, weight, bias)
+        if torch.is_grad_enabled() and ctx.fused:
+            gradients = OnceOnly.apply(hidden, weight, bias, *gradients)
+        return (*gradients, None)
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+        """Those of the operands, from that of real logits."""
         with torch.autocast(hidden.device.type, enabled=False):
             rows, grad = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype), grad.reshape(-1, grad.shape[-1])
             wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
             return (
                 (grad @ weight.to(ctx.dtype)).to(hidden.dtype).view_as(hidden) if wants_hidden else None,
                 (grad.t() @ rows).to(weight.dtype) if wants_weight else None,
-                grad.sum(0).to(bias.dtype) if wants_bias else None,
-                None,
+                grad.sum(0).to(bias.dtype) if wants_bias and bias is not None else None,
             )
+
+
+class OnceOnly(torch.autograd.Function):
+    """Gradients that were computed by a kernel, and cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *gradients: Tensor | None) -> Any:
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        msg = (
+            "double backward through a loss over deferred logits is not implemented: its gradient was asked for with "
+            'create_graph=True and is differentiated again. Use liger_compat.patch(model, logits="keep") and '
+            "torch.nn.functional.cross_entropy outside the model where that is needed."
+        )
+        raise NotImplementedError(msg)
 
 
 class Pending(torch.autograd.Function):
@@ -150,14 +176,22 @@ class Pending(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, op: Op, result: tuple[Cell, Tensor, DeferredLogits | None]) -> Tensor:
-        ctx.op, ctx.cell, ctx.meta = op, logits._lc_cell, logits._lc_meta
+        cell = logits._lc_cell
+        ctx.op, ctx.meta = op, logits._lc_meta
+        if op.needs_logits:
+            ctx.save_for_backward(*cell.source.operands())
+            ctx.dtype, ctx.ops = cell.source.dtype, cell.ops
         return DeferredLogits.of(*result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if isinstance(grad, LazyGradient):
-            return grad.through(ctx.op, ctx.cell, ctx.meta), None, None
-        return ctx.op.adjoint(grad, ctx.cell.pristine, ctx.meta.shape, ctx.meta.dtype), None, None
+            return grad.before(ctx.meta), None, None
+
+        def logits() -> Tensor:
+            return apply(ctx.ops, product(*ctx.saved_tensors, ctx.dtype))
+
+        return ctx.op.adjoint(grad, logits, ctx.meta.shape, ctx.meta.dtype), None, None
 
 
 class Materialise(torch.autograd.Function):
@@ -165,8 +199,8 @@ class Materialise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits) -> Tensor:
-        # `.data`: neither the value itself, which must stay without history, nor a view made where autograd is off.
-        return logits._lc_cell.value().data
+        # Not the value itself, which must stay without history; but its version counter, so that writes are noticed.
+        return logits._lc_cell.value().detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
