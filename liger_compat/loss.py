@@ -50,9 +50,7 @@ def cross_entropy(
         logits = logits.lc_plain("cross_entropy")
     if isinstance(logits, TrackedLogits):
         logits = plain_alias(logits)
-    return kernels.cross_entropy(
-        logits, target, weight, loss_dtype=loss_dtype, overwrite=overwrite, backend=backend, **options
-    )
+    return kernels.cross_entropy(logits, target, weight, loss_dtype=loss_dtype, overwrite=overwrite, backend=backend, **options)
 
 
 cross_entropy.__doc__ = f"""{kernels.cross_entropy.__doc__}

@@ -119,7 +119,7 @@ class OverwrittenLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if allowed:
                     return func(*args, **kwargs)
-                # Casts of a wrapper's own (accelerate and FSDP cast the outputs of every step) are not a read.
+                # Casts and clones by wrappers (accelerate, FSDP, DDP do it to the outputs of every step) are not a read.
                 value = func(args[0].new_full((), float("nan")), *args[1:], **kwargs)
                 if value.device == args[0].device:
                     return _overwritten(args[0].shape, value.dtype, value.device)
@@ -174,7 +174,7 @@ _FOLLOWED = {
 }  # fmt: skip
 
 _DATA_ATTRIBUTES = {"data", "real", "imag", "T", "mT", "H", "mH"}
-_CASTS = {"float", "half", "bfloat16", "double", "to", "type", "type_as", "detach"}
+_CASTS = {"clone", "float", "half", "bfloat16", "double", "to", "type", "type_as", "detach"}
 _WITHOUT_DATA = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "__len__",
     "is_floating_point", "is_complex", "is_contiguous", "is_same_size", "is_pinned", "is_shared", "has_names",

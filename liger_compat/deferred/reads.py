@@ -18,11 +18,13 @@ _OF_ROWS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-def read(
-    func: Callable[..., Any], logits: "DeferredLogits", args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor | None:
+def read(func: Callable[..., Any], logits: "DeferredLogits", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The result of a call that reduces the vocabulary, or None if it is another call, or one that autograd records."""
-    if func not in _OF_ROWS or len(args) + len(kwargs) != 1 or (args or tuple(kwargs.values()))[0] not in (-1, logits.dim() - 1):
+    if (
+        func not in _OF_ROWS
+        or len(args) + len(kwargs) != 1
+        or (args or tuple(kwargs.values()))[0] not in (-1, logits.dim() - 1)
+    ):
         return None
     if "dim" not in kwargs and kwargs:
         return None

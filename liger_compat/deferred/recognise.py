@@ -17,25 +17,33 @@ def _both(*names: str) -> set[Any]:
 
 _CASTS = {
     getattr(Tensor, name): dtype
-    for name, dtype in {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}.items()
+    for name, dtype in {
+        "float": torch.float32,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "double": torch.float64,
+    }.items()
 }
 _PRODUCTS = _both("mul", "multiply", "__mul__", "__rmul__")
 _QUOTIENTS = _both("div", "divide", "true_divide", "__truediv__")
 _SUMS = _both("add", "__add__", "__radd__")
+_CLONES = _both("clone")
 _TANH = _both("tanh") | {torch.nn.functional.tanh}
 _RESHAPES = _both("view", "view_as", "reshape", "reshape_as", "flatten", "squeeze", "unsqueeze")
 _SELECTS = _both("narrow", "select", "index_select")
 _PIECES = _both("split", "chunk")
 
 
-def recognise(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+def recognise(
+    func: Callable[..., Any], logits: Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Op | None:
     """The operation `func(logits, *args, **kwargs)` as one of the lazy list, or None.
 
-    `logits` is a meta tensor with the shape, strides and dtype of the real one.
+    `logits` is a meta tensor with the shape, strides and dtype of the real one, which is on `device`.
     """
     call = (args, kwargs)
     if func in _CASTS or func in (Tensor.to, Tensor.type, Tensor.type_as):
-        return _cast(func, logits, args, kwargs)
+        return _cast(func, logits, device, args, kwargs)
     if func in _PRODUCTS | _QUOTIENTS and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
         factor = float(args[0])
         if func in _QUOTIENTS:
@@ -49,9 +57,18 @@ def recognise(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], k
         return _reshape(func, logits, args, kwargs)
     if func is Tensor.__getitem__:
         return _index(logits, args[0])
+    if (copied := copy(func, logits, args, kwargs)) is not None:
+        return copied
     if func in _SELECTS:
         return _select(func, logits, args, kwargs)
     return None
+
+
+def swap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """What `func(other, logits)` is as a function of (logits, other), if the order does not matter."""
+    if len(args) != 2 or kwargs:
+        return None
+    return torch.add if func in _SUMS else torch.mul if func in _PRODUCTS else None
 
 
 def pieces(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Op] | None:
@@ -69,17 +86,16 @@ def pieces(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwar
     return found
 
 
-def is_contiguous_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `func` is `contiguous()`."""
-    return func is Tensor.contiguous and not args and not kwargs
+def copy(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+    """`contiguous()` of logits that are not, and `clone()`: wrappers such as DDP clone the outputs of every step."""
+    if args or kwargs or not (func in _CLONES or (func is Tensor.contiguous and not logits.is_contiguous())):
+        return None
+    return Rows(func, ((), {}), on_rows=None, views=False)
 
 
-def make_contiguous() -> Op:
-    """`contiguous()` of logits that are not."""
-    return Rows(Tensor.contiguous, ((), {}), on_rows=None, views=False)
-
-
-def _cast(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+def _cast(
+    func: Callable[..., Any], logits: Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Op | None:
     if func in _CASTS:
         dtype = _CASTS[func] if not args and not kwargs else None
     elif func is Tensor.type_as:
@@ -87,23 +103,25 @@ def _cast(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwarg
     elif func is Tensor.type:
         dtype = args[0] if len(args) == 1 and not kwargs else None
     else:
-        dtype = _target_of_to(logits, args, kwargs)
+        dtype = _target_of_to(logits.dtype, device, args, kwargs)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype is torch.float64 is not logits.dtype:
         return None
     return Cast(Tensor.to, ((dtype,), {}))
 
 
-def _target_of_to(logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+def _target_of_to(
+    dtype: torch.dtype, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.dtype | None:
     """The dtype that `to` leads to, if it stays on the device."""
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-        return args[0].dtype if args[0].device == logits.device else None
+        return args[0].dtype if args[0].device == device else None
     try:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        new_device, new_dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     except (TypeError, RuntimeError):
         return None
-    if memory_format is not None or (device is not None and device != logits.device):
+    if memory_format is not None or new_device not in (None, device):
         return None
-    return dtype or logits.dtype
+    return new_dtype or dtype
 
 
 def _add_bias(func: Callable[..., Any], logits: Tensor, other: Any) -> Op | None:

@@ -124,6 +124,11 @@ class Cell:
         return self._value is not None
 
     @property
+    def is_lazy(self) -> bool:
+        """Whether nobody has read these logits, or those that they are a view of: what is read once may be written to."""
+        return self._value is None and (self.op is None or not self.op.views or self.parent is None or self.parent.is_lazy)
+
+    @property
     def ops(self) -> tuple[Op, ...]:
         """The pending operations, first to last."""
         return () if self.parent is None or self.op is None else (*self.parent.ops, self.op)
@@ -174,6 +179,5 @@ def log_sum_exp(rows: Tensor, fold: Fold) -> Tensor:
 def _message(why: str) -> str:
     return (
         f"these logits were deferred, and {why} before they were read, so that they would be other logits. Read them before "
-        'that (for example outputs.logits.argmax(-1), or .clone()), or use liger_compat.patch(model, logits="keep").'
+        'that (`.argmax(-1)` or `.cpu()` do, `.detach()` and `.clone()` do not), or use liger_compat.patch(model, logits="keep").'
     )
-

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reads, recognise
-from .gradient import LazyGradient, Gradients
+from .gradient import Gradients, LazyGradient
 from .pending import Op, Rows, row_numbers
 from .source import Cell, Source, apply, product
 
@@ -41,9 +41,10 @@ class DeferredLogits(Tensor):
 
     @property
     def lc_is_lazy(self) -> bool:
-        """Whether nobody has read these logits, or those that they are a view of: what is read once stays computed."""
-        return self._lc_plain is None and not self._lc_cell.is_computed and (self._lc_base is None or self._lc_base.lc_is_lazy)
+        """Whether nothing has to be read for an operation of the lazy list, or for the loss."""
+        return self._lc_cell.is_lazy
 
+    @torch._disable_dynamo  # type: ignore[misc]  # a compiled function that reads logits breaks its graph here
     def lc_plain(self, name: str) -> Tensor:
         """The plain tensor in the place of these logits; `name` is who asks."""
         cell = self._lc_cell
@@ -70,6 +71,8 @@ class DeferredLogits(Tensor):
                 result = func(*args, **kwargs)
             return _without_lazy_gradients(result) if func is torch.autograd.grad else result
         logits = args[0] if args else None
+        if not isinstance(logits, DeferredLogits) and (swapped := recognise.swap(func, args, kwargs)) is not None:
+            func, logits, args = swapped, args[1], args[::-1]
         if isinstance(logits, DeferredLogits):
             if func is Tensor.detach:
                 return DeferredLogits.of(logits._lc_cell, logits._lc_meta)
@@ -81,7 +84,9 @@ class DeferredLogits(Tensor):
             return _cross_entropy(*args, **kwargs)
         result = func(*_plain(args, name), **_plain(kwargs, name))
         # An operation in place returns what it was called on, not what stands for it.
-        return logits if isinstance(logits, DeferredLogits) and result is not None and result is logits._lc_current() else result
+        return (
+            logits if isinstance(logits, DeferredLogits) and result is not None and result is logits._lc_current() else result
+        )
 
     def _lc_current(self) -> Tensor | None:
         return self._lc_plain if self._lc_plain is not None else self._lc_cell._value
@@ -90,7 +95,11 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Calls from C++: autograd's own aliases stay deferred, everything else sees values."""
         first = args[0] if args else None
-        if isinstance(first, DeferredLogits) and func in _ALIASES and (len(args) == 1 or tuple(args[1]) == tuple(first._lc_meta.shape)):
+        if (
+            isinstance(first, DeferredLogits)
+            and func in _ALIASES
+            and (len(args) == 1 or tuple(args[1]) == tuple(first._lc_meta.shape))
+        ):
             return DeferredLogits.of(first._lc_cell, first._lc_meta)
         return func(*_values(args, str(func)), **_values(kwargs or {}, str(func)))
 
@@ -109,7 +118,11 @@ class DeferredLogits(Tensor):
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, observer: Any) -> DeferredLogits:
     """`torch.nn.functional.linear(hidden, weight, bias)`, not computed yet, in `dtype`."""
     recording = torch.is_grad_enabled()
-    wanted = (recording and hidden.requires_grad, recording and weight.requires_grad, recording and bias is not None and bias.requires_grad)
+    wanted = (
+        recording and hidden.requires_grad,
+        recording and weight.requires_grad,
+        recording and bias is not None and bias.requires_grad,
+    )
     source = Source(hidden.detach(), weight, bias, dtype, wanted, observer)
     if any(wanted):
         return HeadCall.apply(hidden, weight, bias, source)  # type: ignore[no-any-return, no-untyped-call]
@@ -212,14 +225,18 @@ def _lazily(func: Callable[..., Any], logits: DeferredLogits, args: tuple[Any, .
     if any(isinstance(tensor, DeferredLogits) and func not in _SHAPED_LIKE for tensor in recognise.tensors_in((args, kwargs))):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        if recognise.is_contiguous_call(func, args, kwargs):
-            return logits if logits._lc_meta.is_contiguous() else _apply(recognise.make_contiguous(), logits)
-        op = recognise.recognise(func, logits._lc_meta, args, kwargs)
+        if func is Tensor.contiguous and not args and not kwargs and logits._lc_meta.is_contiguous():
+            return logits
+        op = recognise.recognise(func, logits._lc_meta, logits.device, args, kwargs)
         if op is not None:
             return _apply(op, logits)
         several = recognise.pieces(func, logits._lc_meta, args, kwargs)
         if several is not None:
-            return tuple(_apply(each, logits) for each in several) if func is not torch.chunk else [_apply(e, logits) for e in several]
+            return (
+                tuple(_apply(each, logits) for each in several)
+                if func is not torch.chunk
+                else [_apply(e, logits) for e in several]
+            )
     return reads.read(func, logits, args, kwargs)
 
 
@@ -286,7 +303,7 @@ def _needs_no_values(func: Callable[..., Any], name: str) -> bool:
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
 _SHAPED_LIKE = {Tensor.view_as, Tensor.reshape_as}
-_DATA_ATTRIBUTES = {"data", "real", "imag", "T", "mT", "H", "mH"}
+_DATA_ATTRIBUTES = {"names", "data", "real", "imag", "T", "mT", "H", "mH"}
 _WITHOUT_VALUES = {torch.autograd.grad, torch.autograd.backward, torch.is_floating_point, torch.is_complex, torch.numel} | {
     getattr(Tensor, name)
     for name in (

@@ -46,7 +46,7 @@ def test_trains_as_stock(family: str, dtype: str, logits: str, device: torch.dev
     if logits == "defer":
         counters = liger_compat.report(model).counters
         assert counters.deferred == counters.fused == STEPS, counters
-        assert set(counters.materialised) <= {"clone"}, counters  # of the last step, whose logits are looked at
+        assert sum(counters.materialised.values()) <= 1, counters  # of the last step, whose logits are looked at
     else:
         assert type(found.output.logits) is torch.Tensor
     assert torch.equal(found.logits_before, found.logits_after), "backward() changed outputs.logits"

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from beside import IDS, Pair
-from compare import distance
-from families import available, inputs
 from torch.utils.checkpoint import checkpoint
 
 import liger_compat
+from compare import distance
+from families import available, inputs
 
 FAMILIES = available("llama", "t5", "gemma2", "cohere", "bart", "granite")
 
@@ -208,7 +208,9 @@ def test_saved_tensor_hooks(hooks: str) -> None:
         return tensor
 
     context = (
-        torch.autograd.graph.save_on_cpu() if hooks == "save_on_cpu" else torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        torch.autograd.graph.save_on_cpu()
+        if hooks == "save_on_cpu"
+        else torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     )
     with context:
         outputs = pair.call()
@@ -262,7 +264,8 @@ def test_a_head_that_is_called_twice() -> None:
     for model in pair.both():
         leaf = hidden.clone().requires_grad_()
         losses = [
-            torch.nn.functional.cross_entropy(model.lm_head(leaf.roll(k, 1)).view(-1, 384), IDS.roll(k, 1).flatten()) for k in range(3)
+            torch.nn.functional.cross_entropy(model.lm_head(leaf.roll(k, 1)).view(-1, 384), IDS.roll(k, 1).flatten())
+            for k in range(3)
         ]
         sum(losses).backward()
         model.lm_head.hidden_grad = leaf.grad

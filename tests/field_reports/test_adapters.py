@@ -191,7 +191,9 @@ def test_r18_generation_and_signature_are_unchanged(family: str) -> None:
     assert torch.equal(model.generate(IDS, **options), stock.generate(IDS, **options))
 
 
-@pytest.mark.parametrize(("logits", "backend"), list(itertools.product(("defer", "keep", "overwrite"), (None, "reference", "triton"))))
+@pytest.mark.parametrize(
+    ("logits", "backend"), list(itertools.product(("defer", "keep", "overwrite"), (None, "reference", "triton")))
+)
 @pytest.mark.parametrize("family", ["llama", "bart"])
 def test_r20_every_combination_of_options(family: str, logits: str, backend: str | None) -> None:
     if backend == "triton" and (problem := liger_compat.kernels.device_problem("cpu")) is not None:

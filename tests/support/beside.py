@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compare import distances, gradients
-from families import build, inputs
 from torch import Tensor, nn
 
 import liger_compat
+from compare import distances, gradients
+from families import build, inputs
 from liger_compat.counters import Counters
 from liger_compat.deferred import DeferredLogits
 

@@ -38,10 +38,10 @@ def train(model: nn.Module, *, steps: int = STEPS, rows: int = 4, columns: int =
         last = step == steps - 1
         if last and read_logits:
             output.logits.retain_grad()
-            trace.logits_before = output.logits.detach().clone()
+            trace.logits_before = output.logits.detach() + 0
         output.loss.backward()
         if last and read_logits:
-            trace.logits_after = output.logits.detach().clone()
+            trace.logits_after = output.logits.detach() + 0
             trace.logits_grad = output.logits.grad
         trace.losses.append(output.loss.item())
         if last:
