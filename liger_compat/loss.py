@@ -31,6 +31,7 @@ def cross_entropy(
     backend: str | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
+    """See below."""
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "reduction": reduction,
@@ -44,7 +45,7 @@ def cross_entropy(
         if logits.dim() <= 2 and can_fuse(logits) and softcap is None and logit_scale == 1.0:
             call = make_call(logits, target, weight, **options)
             settings = ChunkSettings(call.options, backend, logits.dtype, chunk_bytes)
-            matrix = logits.reshape(-1, logits.shape[-1])
+            matrix: Any = logits.reshape(-1, logits.shape[-1])
             loss = deferred_cross_entropy(matrix, call.target, call.weight, call.divisor, call.reduction, settings)
             return finish(loss, logits, target, reduction, loss_dtype)
         logits = logits.lc_plain("cross_entropy")

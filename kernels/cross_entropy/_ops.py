@@ -104,7 +104,8 @@ def gradient_of_logits(
 ) -> Tensor:
     """The gradient of logits (N, V) whose loss was computed in another way; `divisors` are those of that loss."""
     _, maximum, total = implementation(backend, logits).row_losses(logits.detach(), target, weight, options)
-    return cross_entropy_backward(grad_loss, logits, target, weight, maximum, total, divisors, *options, backend)
+    gradient: Tensor = cross_entropy_backward(grad_loss, logits, target, weight, maximum, total, divisors, *options, backend)
+    return gradient
 
 
 def implementation(backend: str | None, logits: Tensor) -> ModuleType:

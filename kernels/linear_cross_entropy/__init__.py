@@ -41,8 +41,14 @@ def linear_cross_entropy(
         target: (...,), integers, each in [0, V) or `ignore_index`.
         bias: (V,).
         class_weight: (V,), as `weight` of `cross_entropy`.
-        ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items_in_batch, backend: as in
-            `cross_entropy`.
+        ignore_index: as in `cross_entropy`, like all that follow but the last two.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: in [0, 1].
+        softcap: of the logits, after `logit_scale`; None for none.
+        logit_scale: factor on the logits.
+        z_loss: factor on the squared log-sum-exp.
+        num_items_in_batch: divisor of the mean.
+        backend: "triton", "reference", or None for Triton where it runs.
         chunk_bytes: memory for logits, in bytes. None for LIGER_COMPAT_CHUNK_BYTES, else 512 MiB (32 MiB on a CPU). Less
             memory means more chunks, each of which reads and writes the weight's gradient.
 

@@ -19,10 +19,8 @@ def validate(
     chunk_bytes: int | None,
 ) -> None:
     """Raises TypeError or ValueError for a call that `linear_cross_entropy` cannot serve; reads no tensor's values."""
-    tensors = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    tensors = {"hidden": hidden, "weight": weight, "target": target} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():
-        if tensor is None and name == "bias":
-            continue
         require_plain(**{name: tensor})
         if tensor.is_floating_point() == (name == "target") or tensor.dtype is torch.bool:
             kind = "class indices of an integer dtype" if name == "target" else "a floating-point dtype"

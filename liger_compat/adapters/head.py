@@ -80,7 +80,7 @@ class DeferLogits(Hook):
             return
         hidden = args[0] if args else None
         why = _head_problem(head) or _call_problem(head, hidden)
-        if why is None:
+        if isinstance(hidden, Tensor) and why is None:
             mark(hidden, self._defer)
         else:
             self.settings.step_aside(f"logits not deferred: {why}")
@@ -152,7 +152,7 @@ def _head_problem(head: Any) -> str | None:
     return None
 
 
-def _call_problem(head: nn.Module, hidden: Any) -> str | None:
+def _call_problem(head: Any, hidden: Any) -> str | None:
     """Why this call of a head cannot be deferred, or None."""
     if type(hidden) is not Tensor:
         return f"its input is a {type(hidden).__name__}"

@@ -44,14 +44,15 @@ class Finished:
 
     def of_logits(self, done: int) -> Tensor:
         """The gradient of the logits that `done` of the pending operations had been applied to."""
-        stages = [product(*self.operands, self.dtype)]
+        hidden, weight, bias = self.operands
+        stages = [product(hidden, weight, bias, self.dtype)]
         for op in self.ops:
             stages.append(apply([op], stages[-1]))
         values = stages.pop()
         gradient = self.of_values(values.reshape(-1, values.shape[-1])).view(values.shape)
         for op in reversed(self.ops[done:]):
             before = stages.pop()
-            gradient = op.adjoint(gradient, lambda before=before: before, before.shape, before.dtype)
+            gradient = op.adjoint(gradient, _always(before), before.shape, before.dtype)
         return gradient
 
 
@@ -69,7 +70,7 @@ class Sum:
 
     def of_logits(self, done: int) -> Tensor:
         """Their sum. Both are of the same logits, wherever their losses were computed."""
-        return self.parts[0].real(done) + self.parts[1].real(done)
+        return self.parts[0].lc_real(done) + self.parts[1].lc_real(done)
 
 
 class LazyGradient(Tensor):
@@ -90,15 +91,15 @@ class LazyGradient(Tensor):
         self._lc_finished, self._lc_done, self._lc_real = finished, done, None
         return self
 
-    def before(self, meta: Tensor) -> "LazyGradient":
+    def lc_before(self, meta: Tensor) -> "LazyGradient":
         """The gradient of the logits, of the shape and dtype of `meta`, that the last of those operations was applied to."""
         return LazyGradient.of(meta, self.device, self._lc_finished, self._lc_done - 1)
 
-    def of_operands(self) -> Gradients:
+    def lc_of_operands(self) -> Gradients:
         """The gradients of hidden states, weight and bias."""
         return self._lc_finished.of_operands()
 
-    def real(self, done: int | None = None) -> Tensor:
+    def lc_real(self, done: int | None = None) -> Tensor:
         """The gradient itself, computed once; or that of the logits after fewer operations."""
         if done is not None and done != self._lc_done:
             return self._lc_finished.of_logits(done)
@@ -107,21 +108,25 @@ class LazyGradient(Tensor):
         return self._lc_real
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0] if args else None
         if isinstance(first, LazyGradient):
             if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == tuple(first.shape)):
                 return LazyGradient.of(first, first.device, first._lc_finished, first._lc_done)
-            if func is torch.ops.aten.add.Tensor and isinstance(args[1], LazyGradient) and not kwargs:
-                if first.shape == args[1].shape:
-                    return LazyGradient.of(first, first.device, Sum((first, args[1])), first._lc_done)
+            other = args[1] if func is torch.ops.aten.add.Tensor and not kwargs else None
+            if isinstance(other, LazyGradient) and other.shape == first.shape:
+                return LazyGradient.of(first, first.device, Sum((first, other)), first._lc_done)
         return func(*_real(args), **_real(kwargs or {}))
+
+
+def _always(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
 
 
 def _real(value: Any) -> Any:
     """An argument with every lazy gradient in it computed."""
     if isinstance(value, LazyGradient):
-        return value.real()
+        return value.lc_real()
     if isinstance(value, list | tuple):
         return type(value)(_real(item) for item in value)
     if isinstance(value, dict):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ..kernels import Operands, chunked_backward, chunked_forward, gradient_of_logits, rescale
 from .gradient import Finished, LazyGradient
+from .pending import Fold
 from .source import Cell, Witness
 from .tensor import DeferredLogits
 
@@ -27,7 +28,8 @@ def cross_entropy(
     """
     if logits.requires_grad and torch.is_grad_enabled():
         return Loss.apply(logits, target, class_weight, divisor, reduction, settings)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward(logits._lc_cell, target, class_weight, divisor, reduction, settings, wanted=(False, False, False))[1].loss
+    loss: Tensor = _forward(logits._lc_cell, target, class_weight, divisor, reduction, settings, (False, False, False))[1].loss
+    return loss
 
 
 class Loss(torch.autograd.Function):
@@ -55,7 +57,8 @@ class Loss(torch.autograd.Function):
         ctx.meta, ctx.settings, ctx.folded, ctx.ops, ctx.wanted = logits._lc_meta, settings, folded, cell.ops, source.wanted
         ctx.early = result.gradients is not None
         source.fused.append(True)
-        return result.loss
+        loss: Tensor = result.loss
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> Any:
@@ -97,7 +100,7 @@ def _forward(
     wanted: tuple[bool, bool, bool],
 ) -> Any:
     """The operands, what the kernel made of them, and the settings with what was pending on the logits."""
-    source, fold = cell.source, cell.fold
+    source, fold = cell.source, cell.fold or Fold()
     source.check()
     hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
     bias = source.bias

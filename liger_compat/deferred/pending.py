@@ -18,7 +18,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Fold:
-    """What a chain of operations makes of the head's output x: `cap tanh((x + bias) scale / cap)`, the first `columns` of it."""
+    """What operations make of the head's output x: `cap tanh((x + bias) scale / cap)`, of which the first `columns`."""
 
     scale: float = 1.0
     cap: float | None = None

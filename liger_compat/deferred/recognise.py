@@ -211,4 +211,4 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

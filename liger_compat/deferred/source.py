@@ -179,5 +179,6 @@ def log_sum_exp(rows: Tensor, fold: Fold) -> Tensor:
 def _message(why: str) -> str:
     return (
         f"these logits were deferred, and {why} before they were read, so that they would be other logits. Read them before "
-        'that (`.argmax(-1)` or `.cpu()` do, `.detach()` and `.clone()` do not), or use liger_compat.patch(model, logits="keep").'
+        "that (`.argmax(-1)` or `.cpu()` do, `.detach()` and `.clone()` do not), or use "
+        'liger_compat.patch(model, logits="keep").'
     )

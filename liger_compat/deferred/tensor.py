@@ -44,7 +44,7 @@ class DeferredLogits(Tensor):
         """Whether nothing has to be read for an operation of the lazy list, or for the loss."""
         return self._lc_cell.is_lazy
 
-    @torch._disable_dynamo  # type: ignore[misc]  # a compiled function that reads logits breaks its graph here
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled function that reads logits breaks its graph here
     def lc_plain(self, name: str) -> Tensor:
         """The plain tensor in the place of these logits; `name` is who asks."""
         cell = self._lc_cell
@@ -56,7 +56,7 @@ class DeferredLogits(Tensor):
             if self._lc_base is not None and cell.op is not None and cell.op.views:
                 self._lc_plain = cell.op.value(self._lc_base.lc_plain(name))
             else:
-                self._lc_plain = Materialise.apply(self)
+                self._lc_plain = Materialise.apply(self)  # type: ignore[no-untyped-call]
             cell.source.observer.watch(self._lc_plain)
         return self._lc_plain
 
@@ -92,7 +92,7 @@ class DeferredLogits(Tensor):
         return self._lc_plain if self._lc_plain is not None else self._lc_cell._value
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Calls from C++: autograd's own aliases stay deferred, everything else sees values."""
         first = args[0] if args else None
         if (
@@ -147,11 +147,11 @@ class HeadCall(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, bias = ctx.saved_tensors
         if isinstance(grad, LazyGradient):
-            gradients = grad.of_operands()
+            gradients = grad.lc_of_operands()
         else:
             gradients = HeadCall.gradients(ctx, grad, hidden, weight, bias)
         if torch.is_grad_enabled() and ctx.fused:
-            gradients = OnceOnly.apply(hidden, weight, bias, *gradients)
+            gradients = OnceOnly.apply(hidden, weight, bias, *gradients)  # type: ignore[no-untyped-call]
         return (*gradients, None)
 
     @staticmethod
@@ -199,10 +199,11 @@ class Pending(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if isinstance(grad, LazyGradient):
-            return grad.before(ctx.meta), None, None
+            return grad.lc_before(ctx.meta), None, None
 
         def logits() -> Tensor:
-            return apply(ctx.ops, product(*ctx.saved_tensors, ctx.dtype))
+            hidden, weight, bias = ctx.saved_tensors
+            return apply(ctx.ops, product(hidden, weight, bias, ctx.dtype))
 
         return ctx.op.adjoint(grad, logits, ctx.meta.shape, ctx.meta.dtype), None, None
 
@@ -246,8 +247,7 @@ def _apply(op: Op, logits: DeferredLogits) -> Tensor:
         lead = meta.shape[:-1]
         local = op.on_rows(row_numbers(lead, logits.device))
         new_meta = _strided(op, meta, torch.Size((*local.shape, meta.shape[-1])))
-        rows = local.reshape(-1)
-        rows = rows if cell.rows is None else cell.rows[rows]
+        rows: Tensor | None = local.reshape(-1) if cell.rows is None else cell.rows[local.reshape(-1)]
     else:
         new_meta = op.on_meta(meta)
         if new_meta is meta:
@@ -291,7 +291,7 @@ def _values(value: Any, name: str) -> Any:
 
 
 def _without_lazy_gradients(result: Any) -> Any:
-    return tuple(value.real() if isinstance(value, LazyGradient) else value for value in result)
+    return tuple(value.lc_real() if isinstance(value, LazyGradient) else value for value in result)
 
 
 def _needs_no_values(func: Callable[..., Any], name: str) -> bool:

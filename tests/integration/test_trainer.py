@@ -135,7 +135,15 @@ def test_a_loss_of_the_trainer(tmp_path: Path) -> None:
     assert not report.counters.materialised
 
 
-@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"neftune_noise_alpha": 5.0}, {"auto_find_batch_size": True}, {"max_grad_norm": 0.1}], ids=str)  # fmt: skip
+OPTIONS = [
+    {"gradient_checkpointing": True},
+    {"neftune_noise_alpha": 5.0},
+    {"auto_find_batch_size": True},
+    {"max_grad_norm": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options: dict[str, Any], tmp_path: Path) -> None:
     report = compare("llama", tmp_path, prediction_loss_only=True, **options)
     assert not report.counters.materialised
