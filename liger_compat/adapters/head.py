@@ -108,6 +108,7 @@ class TrackLogits(Hook):
             return
         self.settings.counters.head_calls += 1
         if isinstance(output, DeferredLogits):
+            output._lc_cell.source.observer = self.settings
             return
         why = _output_problem(output)
         if why is None:

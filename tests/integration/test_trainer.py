@@ -117,10 +117,9 @@ def test_metrics(family: str, how: str, logits: str, tmp_path: Path) -> None:
         assert sum(report.counters.materialised.values()) == 3
 
 
-@pytest.mark.parametrize("family", available("llama", "t5"))
-def test_label_smoothing(family: str, tmp_path: Path) -> None:
+def test_label_smoothing(tmp_path: Path) -> None:
     """Trainer computes that loss from the logits itself, which are computed for it."""
-    report = compare(family, tmp_path, label_smoothing_factor=0.1, prediction_loss_only=True)
+    report = compare("llama", tmp_path, label_smoothing_factor=0.1, prediction_loss_only=True)
     assert sum(report.counters.materialised.values()) >= 3
 
 
