@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 
@@ -46,6 +47,20 @@ def convergence(session: nox.Session, transformers: str) -> None:
     """Train small models of many families on one transformers, and compare with the unpatched ones."""
     cell = _set_up(session, PINS[transformers])
     _pytest(session, cell, "convergence", *session.posargs)
+
+
+@nox.session(python=list(PINS.pythons))
+@nox.parametrize("transformers", [pin.ref for pin in PINS.pins])
+def sweep(session: nox.Session, transformers: str) -> None:
+    """Patch every language model class of one transformers and compare it with COMPATIBILITY.md (-- --update changes that)."""
+    _set_up(session, PINS[transformers])
+    # From a folder that holds nothing else: at the root our kernels/ would be found.
+    folder = Path(session.create_tmp())
+    shutil.copytree(environments.ROOT / "matrix", folder / "matrix", dirs_exist_ok=True)
+    out = folder / "sweep.json"
+    with session.chdir(folder):
+        session.run("python", "-m", "matrix.sweep.run", str(out), env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    session.run("python", "-m", "matrix.sweep.compare", str(out), *session.posargs)
 
 
 @nox.session
