@@ -31,8 +31,10 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of `logits` against class indices, a drop-in for `torch.nn.functional.cross_entropy`.
 
-    Scores are computed and summed in FP32 (FP64 for FP64 logits); the loss and the gradient are rounded once, when they
-    are returned. Nothing waits for the device. All options combine.
+    Scores are computed and summed in FP32 (FP64 for FP64 logits). The gradient is made with the loss, rounded once, and
+    multiplied by the incoming gradient in backward, where one other than a power of 2 rounds 16-bit gradients once more; for
+    FP16 and reduction "none" it is made in backward, and rounded once.
+    Nothing waits for the device. All options combine.
 
     Args:
         logits: (V,), (N, V) or (N, V, d1, ...), floating point, any strides. Only read, unless `overwrite`.
@@ -49,7 +51,7 @@ def cross_entropy(
         loss_dtype: dtype of the returned loss. None for what PyTorch's function returns: the dtype of the logits, and FP32
             for 16-bit logits under autocast.
         overwrite: lets the gradient take the memory of `logits`, which are then unreadable. Ignored where no gradient is
-            needed and under torch.compile. `backward` works once.
+            needed and under torch.compile.
         backend: "triton", "reference", or None for Triton where it runs. LIGER_COMPAT_BACKEND sets the default.
 
     Returns:
@@ -83,7 +85,7 @@ def cross_entropy(
     )
     matrix = logits.movedim(1, -1) if logits.dim() > 2 else logits
     matrix = matrix.reshape(-1, matrix.shape[-1])
-    if torch._C._are_functorch_transforms_active():
+    if transforms_are_active():
         loss = reference.composite(matrix, *call)
     elif overwrite and matrix.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         problem = overwrite_problem(logits)
@@ -94,8 +96,14 @@ def cross_entropy(
             raise ValueError(msg)
         loss = OverwritingCrossEntropy.apply(matrix, *call, backend)  # type: ignore[no-untyped-call]
     else:
-        loss, *_ = _ops.cross_entropy(matrix, *call[:-1], *call.options, backend)
+        wanted = matrix.requires_grad and torch.is_grad_enabled()
+        loss, *_ = _ops.cross_entropy(matrix, *call[:-1], wanted, *call.options, backend)
     return finish(loss, logits, target, reduction, loss_dtype)
+
+
+def transforms_are_active() -> bool:
+    """Whether torch.func or forward-mode AD looks on: a custom operator would have no rule for them."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 class Call(NamedTuple):
@@ -158,7 +166,7 @@ def _loss_dtype(logits: Tensor) -> torch.dtype:
 
 def overwrite_problem(logits: Tensor) -> str | None:
     """Why `logits` cannot be overwritten by their gradient, or None when they can."""
-    if logits.is_leaf:
+    if logits.is_leaf or (logits._base is not None and logits._base.is_leaf):
         return "they are a leaf of the graph, whose values belong to the caller"
     shape = [size for size, stride in zip(logits.shape, logits.stride(), strict=True) if stride == 0 and size > 1]
     if shape:

@@ -303,8 +303,11 @@ def _ce_backward_kernel(
 
 @triton.heuristics({"HAS_WEIGHT": lambda args: args["weight_ptr"] is not None})
 @triton.jit
-def _ce_overwrite_kernel(
-    logits_ptr,  # (N, V) in: logits, out: gradient
+def _ce_fused_kernel(
+    grad_ptr,  # (N, V) out; may be logits_ptr
+    grad_stride_row,
+    grad_stride_col,
+    logits_ptr,  # (N, V)
     logits_stride_row,
     logits_stride_col,
     target_ptr,  # (N,) int64
@@ -326,15 +329,16 @@ def _ce_overwrite_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Loss of each row, and its gradient for an incoming gradient of 1 in the place of the logits."""
+    """Loss of each row, and its gradient for an incoming gradient of 1, which may take the place of the logits."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row * target_stride)
     logits_ptr += row * logits_stride_row
+    grad_ptr += row * grad_stride_row
     loss = tl.full((), 0.0, ACC)
     maximum = tl.full((), 0.0, ACC)
     total = tl.full((), 1.0, ACC)
     if target == ignore_index:
-        _write_row_zeros(logits_ptr, logits_stride_col, V, WIDE, BLOCK)
+        _write_row_zeros(grad_ptr, grad_stride_col, V, WIDE, BLOCK)
     else:
         loss, maximum, total = _row_loss(
             logits_ptr, logits_stride_col, weight_ptr, weight_sum_ptr, target, V,
@@ -343,7 +347,7 @@ def _ce_overwrite_kernel(
         # Every thread of this program has read the target's score before any of them overwrites it.
         tl.debug_barrier()
         _write_row_gradient(
-            logits_ptr, logits_stride_col, logits_ptr, logits_stride_col, weight_ptr, weight_sum_ptr, target,
+            grad_ptr, grad_stride_col, logits_ptr, logits_stride_col, weight_ptr, weight_sum_ptr, target,
             maximum, total, 1.0 / tl.load(divisors_ptr), 1.0 / tl.load(divisors_ptr + 1) * Z_LOSS, V,
             LABEL_SMOOTHING, LOGIT_SCALE, SOFTCAP, HAS_WEIGHT, Z_LOSS, WIDE, ACC, BLOCK,
         )  # fmt: skip

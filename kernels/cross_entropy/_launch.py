@@ -58,15 +58,15 @@ def write_gradient(
         )  # fmt: skip
 
 
-def overwrite(
-    logits: Tensor, target: Tensor, weight: Tensor | None, divisors: Tensor, options: Options
+def fused(
+    grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, divisors: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.overwrite`."""
+    """See `reference.fused`."""
     outputs = row_outputs(logits)
     with _on_device_of(logits):
-        _kernels._ce_overwrite_kernel[(logits.shape[0],)](
-            logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), divisors, *outputs,
-            logits.shape[1], options.ignore_index, Z_LOSS=options.z_loss, **_constants(logits, logits, options),
+        _kernels._ce_fused_kernel[(logits.shape[0],)](
+            grad, *grad.stride(), logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), divisors,
+            *outputs, logits.shape[1], options.ignore_index, Z_LOSS=options.z_loss, **_constants(logits, grad, options),
         )  # fmt: skip
     return outputs
 

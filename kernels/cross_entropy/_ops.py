@@ -17,8 +17,8 @@ _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float logit_
 @torch.library.custom_op(
     "liger_compat::cross_entropy",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor? weight, Tensor? divisor, str reduction, {_OPTIONS})"
-    " -> (Tensor loss, Tensor maximum, Tensor total, Tensor divisors)",
+    schema=f"(Tensor logits, Tensor target, Tensor? weight, Tensor? divisor, str reduction, bool wanted, {_OPTIONS})"
+    " -> (Tensor loss, Tensor maximum, Tensor total, Tensor divisors, Tensor grad)",
 )
 def cross_entropy(
     logits: Tensor,
@@ -26,28 +26,61 @@ def cross_entropy(
     weight: Tensor | None,
     divisor: Tensor | None,
     reduction: str,
+    wanted: bool,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
     logit_scale: float,
     z_loss: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss (() or, unreduced, (N,)), maximum and sum of each row's softmax (N,), divisors (2,); in the accumulator's dtype.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss (() or, unreduced, (N,)), maximum and sum of each row's softmax (N,), divisors (2,), gradient of the logits.
+
+    All but the gradient in the accumulator's dtype. The gradient, for an incoming gradient of 1, is made here where it is
+    `wanted`, so that what happens to the logits afterwards cannot change it; it is empty where it must wait for backward.
 
     `logits` (N, V) of any strides, `target` (N,) int64, `weight` (V,) and `divisor` () in the accumulator's dtype.
     """
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     divisors = prepare(logits, target, weight, divisor, reduction, options, backend)
-    loss, maximum, total = implementation(backend, logits).row_losses(logits, target, weight, options)
-    return reduce(loss, maximum, total, divisors, reduction, options), maximum, total, divisors
+    kernel = implementation(backend, logits)
+    early = makes_gradient_early(logits, wanted, reduction)
+    grad = torch.empty(logits.shape if early else 0, dtype=logits.dtype, device=logits.device)
+    if early:
+        loss, maximum, total = kernel.fused(grad, logits, target, weight, divisors, options)
+    else:
+        loss, maximum, total = kernel.row_losses(logits, target, weight, options)
+    return reduce(loss, maximum, total, divisors, reduction, options), maximum, total, divisors, grad
 
 
 @cross_entropy.register_fake
-def _(logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, *_: object) -> object:
+def _(
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, wanted: bool, *_: object
+) -> object:
     rows = logits.new_empty(logits.shape[0], dtype=accumulator_dtype(logits))
     loss = torch.empty_like(rows) if reduction == "none" else rows.new_empty(())
-    return loss, rows, torch.empty_like(rows), rows.new_empty(2)
+    grad = logits.new_empty(logits.shape if makes_gradient_early(logits, wanted, reduction) else 0)
+    return loss, rows, torch.empty_like(rows), rows.new_empty(2), grad
+
+
+def makes_gradient_early(logits: Tensor, wanted: bool, reduction: str) -> bool:
+    """Whether the forward pass makes the gradient of `logits`.
+
+    Not where the incoming gradient must come before rounding: FP16 needs its loss scale, unreduced losses have a factor each.
+    """
+    return wanted and reduction != "none" and logits.dtype is not torch.float16
+
+
+@torch.library.custom_op("liger_compat::scaled", mutates_args=())
+def scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
+    """A gradient (..., V) times the incoming one, () or (N,), rounded once, in new memory."""
+    factor = grad_loss.unsqueeze(1) if grad_loss.dim() else grad_loss
+    return (grad.to(accumulator_dtype(grad)) * factor).to(grad.dtype)
+
+
+@scaled.register_fake
+def _(grad: Tensor, grad_loss: Tensor) -> Tensor:
+    return torch.empty_like(grad)
 
 
 @torch.library.custom_op(

@@ -52,21 +52,23 @@ def write_gradient(
         grad[rows] = _chunk_gradient(scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options)
 
 
-def overwrite(
-    logits: Tensor, target: Tensor, weight: Tensor | None, divisors: Tensor, options: Options
+def fused(
+    grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, divisors: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`row_losses`, and in the place of the logits their gradient for an incoming gradient of 1."""
+    """`row_losses`, and to `grad`, which may be `logits`, the gradient for an incoming gradient of 1."""
     loss, maximum, total = row_outputs(logits)
     factors = (1 / divisors).expand(logits.shape[0], 2)
     for rows in _chunks(logits):
         scores = _scores(logits[rows], options)
         loss[rows], maximum[rows], total[rows] = _chunk_losses(scores, target[rows], weight, options)
-        logits[rows] = _chunk_gradient(scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options)
+        grad[rows] = _chunk_gradient(scores, target[rows], weight, maximum[rows], total[rows], factors[rows], options)
     return loss, maximum, total
 
 
 def rescale(grad: Tensor, grad_loss: Tensor) -> None:
-    """Multiplies a finished gradient (N, V) by the incoming one, () or (N,), in place."""
+    """Multiplies a gradient (N, V) by the incoming one, () or (N,), in place."""
+    if grad_loss.device.type == "cpu" and (grad_loss == 1).all():
+        return  # as the kernel finds out on the device
     grad_loss = grad_loss.expand(grad.shape[0]).unsqueeze(1)
     for rows in _chunks(grad):
         grad[rows] = grad[rows].to(accumulator_dtype(grad)) * grad_loss[rows]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cross_entropy import divisor_of, reference
+from ..cross_entropy import divisor_of, reference, transforms_are_active
 from ..cross_entropy._options import Options, accumulator_dtype
 from . import _ops
 from ._validation import validate
@@ -72,7 +72,7 @@ def linear_cross_entropy(
     rows = target.reshape(-1).to(torch.int64)
     class_weight = None if class_weight is None else class_weight.detach().to(acc)
     divisor = divisor_of(num_items_in_batch, acc, hidden.device)
-    if torch._C._are_functorch_transforms_active():
+    if transforms_are_active():
         loss = reference.composite(F.linear(matrix, weight, bias), rows, class_weight, divisor, reduction, options)
     else:
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (matrix, weight, bias)]

@@ -78,7 +78,7 @@ def forward(operands: Operands, divisor: Tensor | None, reduction: str, settings
             if gradients is None:
                 results = kernel.row_losses(logits, target[rows], class_weight, options)
             else:
-                results = kernel.overwrite(logits, target[rows], class_weight, divisors, options)
+                results = kernel.fused(logits, logits, target[rows], class_weight, divisors, options)
                 _accumulate(gradients, logits, h, w, rows)
             loss[rows], maximum[rows], total[rows] = results
         loss = _ops.reduce(loss, maximum, total, divisors, reduction, options)
@@ -118,14 +118,6 @@ def backward(
             )
             _accumulate(gradients, logits, h, w, rows)
         return _finish(gradients, bias)
-
-
-def rescale(gradients: Gradients, grad_loss: Tensor, backend: str | None) -> None:
-    """Multiplies finished gradients by the incoming one, (), in place and unseen by autograd; by 1 costs nothing."""
-    for gradient in gradients:
-        if gradient is not None and gradient.numel():
-            matrix = gradient.data.view(-1, gradient.shape[-1])
-            _ops.implementation(backend, matrix).rescale(matrix, grad_loss)
 
 
 def _allocate(operands: Operands, wanted: Wanted) -> Gradients:

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cross_entropy._autograd import multiplied, refuse_double_backward
 from ..cross_entropy._options import Options
-from ._chunked import Gradients, Operands, Settings, backward, forward, rescale
+from ._chunked import Gradients, Operands, Settings, backward, forward
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 _SETTINGS = (
@@ -93,39 +94,30 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[T
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *operands, _, _, ctx.wanted, ctx.settings = inputs[:5] + inputs[5:8] + (inputs[8:],)
-    ctx.save_for_backward(*operands, *output[1:])
-    ctx.spent = False
+    *operands, _, _, ctx.wanted = inputs[:8]
+    ctx.settings = inputs[8:]
+    ctx.early = len(output) > 4
+    # The gradients themselves, or what they are made from; never both, which would keep hidden states alive for nothing.
+    ctx.save_for_backward(*(output[4:] if ctx.early else (*operands, *output[1:4])))
+    ctx.set_materialize_grads(False)  # zeros as large as the gradients, for outputs that nobody differentiates
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     grad_loss = grads[0]
-    operands, (maximum, total, divisors, *early) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     if grad_loss is None:
         return (None,) * (8 + len(ctx.settings))
-    if not early or ctx.spent:
-        gradients = linear_cross_entropy_backward(*operands, maximum, total, divisors, grad_loss, ctx.wanted, *ctx.settings)
-    elif torch.compiler.is_compiling():
-        gradients = [gradient * grad_loss for gradient in early]
+    if ctx.early:
+        backend = ctx.settings[5]
+        gradients = [multiplied(gradient, grad_loss, backend) for gradient in ctx.saved_tensors]
     else:
-        # In the memory that they have: a second backward, which would find them scaled, makes them anew.
-        ctx.spent = True
-        rescale((early[0], early[1], early[2]), grad_loss, ctx.settings[5])
-        gradients = early
+        operands, statistics = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        gradients = linear_cross_entropy_backward(*operands, *statistics, grad_loss, ctx.wanted, *ctx.settings)
     present = [gradient if want else None for gradient, want in zip(gradients, ctx.wanted, strict=True)]
     return (*present, *(None,) * (5 + len(ctx.settings)))
 
 
-def _refuse_double_backward(ctx: Any, *_: object) -> None:
-    msg = (
-        "double backward through liger_compat's linear_cross_entropy is not implemented: its gradient was asked for with "
-        "create_graph=True and is differentiated again. Use torch.nn.functional.cross_entropy where that is needed."
-    )
-    raise NotImplementedError(msg)
-
-
 linear_cross_entropy.register_autograd(_backward, setup_context=_save_for_backward)
-linear_cross_entropy_backward.register_autograd(_refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
+linear_cross_entropy_backward.register_autograd(refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
 def _settings(flat: tuple[Any, ...]) -> Settings:

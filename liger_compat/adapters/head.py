@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .. import inspection
 from ..counters import Counters
 from ..deferred import DeferredLogits, defer, mark, unmark
+from ..kernels.cross_entropy import transforms_are_active
 from ..kernels.linear_cross_entropy import compute_dtype
 from ..tracking import family_of
 from .settings import Settings
@@ -171,8 +172,8 @@ def _call_problem(head: Any, hidden: Any) -> str | None:
 
 
 def _mode_problem() -> str | None:
-    if torch._C._are_functorch_transforms_active():
-        return "a torch.func transform is active"
+    if transforms_are_active():
+        return "a torch.func transform or forward-mode AD is active"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit is tracing"
     return None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels import Operands, chunked_backward, chunked_forward, gradient_of_logits, rescale
+from ..kernels import Operands, chunked_backward, chunked_forward, gradient_of_logits, multiplied
 from .gradient import Finished, LazyGradient
 from .pending import Fold
 from .source import Cell, Witness
@@ -65,9 +65,7 @@ class Loss(torch.autograd.Function):
         saved = ctx.saved_tensors
         operands, folded_operands, (rows, maximum, total, divisors, *gradients) = saved[:3], Operands(*saved[3:8]), saved[8:]
         if ctx.early:
-            # In the memory that they have. A second backward finds them scaled, and makes them anew.
-            ctx.early = False
-            rescale(gradients, grad_loss, ctx.settings.backend)
+            gradients = [each if each is None else multiplied(each, grad_loss, ctx.settings.backend) for each in gradients]
         else:
             gradients = chunked_backward(folded_operands, maximum, total, divisors, grad_loss, ctx.folded, ctx.wanted)
         columns = operands[1].shape[0]

@@ -10,11 +10,12 @@ except ModuleNotFoundError as error:  # pragma: no cover  # a checkout that was 
         'Run "pip install -e ." at its root, or leave the root if liger_compat is installed elsewhere.'
     )
     raise ImportError(msg) from error
+from .cross_entropy._autograd import multiplied
 from .cross_entropy._backend import BACKENDS, choose, device_problem, triton_problem
 from .cross_entropy._ops import gradient_of_logits, row_statistics
 from .cross_entropy._validation import plain as is_plain
 from .linear_cross_entropy import linear_cross_entropy
-from .linear_cross_entropy._chunked import Operands, rescale, rows_in_chunks
+from .linear_cross_entropy._chunked import Operands, rows_in_chunks
 from .linear_cross_entropy._chunked import Settings as ChunkSettings
 from .linear_cross_entropy._chunked import backward as chunked_backward
 from .linear_cross_entropy._chunked import forward as chunked_forward
@@ -32,8 +33,8 @@ __all__ = [
     "is_plain",
     "linear_cross_entropy",
     "losses_computed",
+    "multiplied",
     "overwrite_problem",
-    "rescale",
     "row_statistics",
     "rows_in_chunks",
     "triton_problem",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from liger_compat import kernels
 
@@ -43,6 +44,7 @@ def _interpreter_rounds() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.empty` and its kin return NaN: a kernel that leaves a place unwritten is found out."""
+    _device_constructors()  # cached for the whole process: the true ones, not those below
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 

@@ -41,6 +41,25 @@ def test_error_is_not_above_eager(columns: int, dtype: torch.dtype, backend: str
     assert ours[1] <= eager[1] * 1.01 + ROUNDING / 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("incoming", [1.0, 0.25, 1 / 3])
+def test_error_of_a_mean(incoming: float, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Its gradient is rounded before the incoming one is known; FP16, which would underflow, is the exception."""
+    logits, target = (torch.randn(50, 1000, device=device) * 3).to(dtype), torch.randint(0, 1000, (50,), device=device)
+
+    def gradient(function: Callable[..., Tensor], logits: Tensor, **options: object) -> Tensor:
+        logits = logits.clone().requires_grad_()
+        (function(logits, target, **options) * incoming).backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    exact = gradient(F.cross_entropy, logits.double())
+    eager = distance(gradient(lambda x, y: F.cross_entropy(x.float(), y), logits), exact)
+    ours = distance(gradient(cross_entropy, logits, loss_dtype=torch.float32, backend=backend), exact)
+    once_more = torch.finfo(dtype).eps / 2 if incoming == 1 / 3 and dtype is torch.bfloat16 else 0.0
+    assert ours <= eager * 1.01 + ROUNDING / 2 + once_more
+
+
 def test_one_column(backend: str, device: torch.device) -> None:
     """A single class is certain: loss and gradient are exactly 0."""
     logits = torch.randn(4, 1, device=device, requires_grad=True)

@@ -157,18 +157,33 @@ def test_backward_twice(backend: str, device: torch.device) -> None:
     loss.backward(torch.tensor(3.0, device=device))
     torch.testing.assert_close(x.grad, 4 * first)
 
+    x.grad = None
     loss = cross_entropy(x * 1, y, overwrite=True, backend=backend)
+    loss.backward(torch.tensor(0.5, device=device), retain_graph=True)
+    loss.backward(torch.tensor(3.0, device=device))
+    torch.testing.assert_close(x.grad, 3.5 * first)
+
+    half = (x.detach() * 1).half().requires_grad_()
+    loss = cross_entropy(half * 1, y, overwrite=True, backend=backend)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="works once"):
+    loss.backward(torch.tensor(2.0, device=device))
+    torch.testing.assert_close(half.grad, (3 * first).half(), rtol=2e-3, atol=1e-6)
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 
 def test_double_backward_is_a_named_error(backend: str, device: torch.device) -> None:
-    x = torch.randn(4, 7, device=device, requires_grad=True)
-    loss = cross_entropy(x, torch.tensor([0, 6, 1, 3], device=device), backend=backend)
-    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    y = torch.tensor([0, 6, 1, 3], device=device)
+    x = torch.randn(4, 7, device=device)
+    (expected,) = torch.autograd.grad(F.cross_entropy(x.requires_grad_(), y), x)
+    for dtype in (torch.float32, torch.float16):  # whose gradients are made in forward, and in backward
+        logits = x.detach().to(dtype).requires_grad_()
+        (grad,) = torch.autograd.grad(cross_entropy(logits, y, backend=backend), logits, create_graph=True)
+        torch.testing.assert_close(grad.float(), expected, rtol=0, atol=1e-3)
+        with pytest.raises(NotImplementedError, match="double backward"):
+            grad.sum().backward()
     with pytest.raises(NotImplementedError, match="double backward"):
-        grad.sum().backward()
+        torch.autograd.grad(cross_entropy(x * 1, y, overwrite=True, backend=backend), x, create_graph=True)
 
 
 def test_unreduced_gradient_is_per_row(backend: str, device: torch.device) -> None:
@@ -311,8 +326,8 @@ def test_compiles_without_a_graph_break(device: torch.device) -> None:
 def test_fake_implementations(device: torch.device) -> None:
     x, y = torch.randn(4, 7, device=device, requires_grad=True), torch.tensor([0, 6, 1, 3], device=device)
     options = (-100, 0.1, 5.0, 1.0, 0.1, None)
-    torch.library.opcheck(torch.ops.liger_compat.cross_entropy.default, (x, y, None, None, "none", *options))
-    loss, *statistics = torch.ops.liger_compat.cross_entropy(x.detach(), y, None, None, "mean", *options)
+    torch.library.opcheck(torch.ops.liger_compat.cross_entropy.default, (x, y, None, None, "none", True, *options))
+    loss, *statistics, _ = torch.ops.liger_compat.cross_entropy(x.detach(), y, None, None, "mean", False, *options)
     arguments = (torch.ones_like(loss), x.detach(), y, None, *statistics, *options)
     torch.library.opcheck(torch.ops.liger_compat.cross_entropy_backward.default, arguments)
 
@@ -328,3 +343,43 @@ def test_holds_no_full_precision_copy() -> None:
         cross_entropy(x, y, backend="reference").backward()
     gradient = x.numel() * 2
     assert gradient <= peak() <= gradient + 4 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_happens_to_the_logits_afterwards(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """PyTorch's loss keeps a softmax of its own: writes into the logits do not reach its gradient, and not ours."""
+    y = torch.tensor([0, 6, 1, 3], device=device)
+    for write in (lambda t: t.data.zero_(), lambda t: t.detach().div_(2), lambda t: t.data.fill_(float("nan"))):
+        leaf = torch.randn(4, 7, device=device, dtype=dtype, requires_grad=True)
+        (wanted,) = torch.autograd.grad(F.cross_entropy(leaf * 1, y), leaf)
+        logits = leaf * 1
+        loss = cross_entropy(logits, y, backend=backend)
+        write(logits)
+        (found,) = torch.autograd.grad(loss, leaf)
+        torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps * 4, atol=1e-3 if dtype.itemsize == 2 else 1e-7)
+
+
+def test_leaves_are_never_overwritten() -> None:
+    from liger_compat import for_causal_lm_loss
+
+    x, y = torch.randn(2, 5, 7, requires_grad=True), torch.randint(0, 7, (2, 5))
+    before = x.detach().clone()
+    for call in (
+        lambda: for_causal_lm_loss(x, y, 7, overwrite=True),
+        lambda: cross_entropy(x.view(-1, 7), y.view(-1), overwrite=True),
+        lambda: cross_entropy(x[0], y[0], overwrite=True),
+    ):
+        with pytest.raises(ValueError, match="leaf of the graph"):
+            call()
+    assert torch.equal(x.detach(), before)
+
+
+def test_forward_mode_ad(device: torch.device) -> None:
+    import torch.autograd.forward_ad as fw
+
+    x, y = torch.randn(4, 7, device=device), torch.tensor([0, 6, -100, 3], device=device)
+    tangent = torch.randn_like(x)
+    with fw.dual_level():
+        dual = fw.make_dual(x, tangent)
+        wanted, found = (fw.unpack_dual(function(dual, y)).tangent for function in (F.cross_entropy, cross_entropy))
+    torch.testing.assert_close(found, wanted)
