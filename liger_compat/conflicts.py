@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import inspection
-from .adapters.loss_function import describe
+from .adapters.loss_function import describe, original
 from .upstream import Upstream
 
 
@@ -67,7 +67,7 @@ def _module_conflict(model: PreTrainedModel) -> str | None:
 def _loss_function_conflict(model: PreTrainedModel, upstream: Upstream) -> str | None:
     if upstream.causal_lm_loss is None or not inspection.calls_loss_function(model):
         return None
-    resolved = model.loss_function
+    resolved = original(model)
     if not _is_from(resolved, "transformers") or not isinstance(resolved, FunctionType):
         whose = "by its user" if "_loss_function" in vars(model) else "in transformers' LOSS_MAPPING"
         return f"its loss function was set to {describe(resolved)} {whose}"

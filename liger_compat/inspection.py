@@ -3,7 +3,7 @@
 import dis
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
@@ -67,7 +67,7 @@ def head_problem(model: nn.Module, head: nn.Module) -> str | None:
     return None
 
 
-@cache
+@lru_cache(maxsize=4096)
 def names(function: Callable[..., Any]) -> frozenset[str]:
     """Every global and attribute name in a function, inner functions included."""
     return frozenset(name for code in _codes(function) for name in code.co_names)
@@ -81,7 +81,7 @@ def _codes(function: Callable[..., Any]) -> Iterator[CodeType]:
         pending.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _used_as_object(function: Callable[..., Any], name: str) -> bool | None:
     """Whether attribute `name` is used other than for attributes of its own; None if it does not occur."""
     found = None

@@ -111,7 +111,10 @@ def for_causal_lm_loss(
     if logits.dtype is torch.float64:
         logits = logits.float()  # as upstream does
     matrix = logits.reshape(-1, columns)
-    scalar = num_items_in_batch is None or not isinstance(num_items_in_batch, Tensor) or num_items_in_batch.dim() == 0
+    # A count of several numbers or in FP64 divides after the sum, and gives the loss its shape and dtype, as upstream.
+    scalar = not isinstance(num_items_in_batch, Tensor) or (
+        num_items_in_batch.dim() == 0 and num_items_in_batch.dtype is not torch.float64
+    )
     loss = cross_entropy(
         matrix,
         target,

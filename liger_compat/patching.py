@@ -65,21 +65,22 @@ def patch(model: M, *, logits: str = "defer", backend: str | None = None, chunk_
         InvalidOptionError: for an unknown option.
         BackendUnavailableError: if the backend asked for cannot run here.
     """
-    _check_options(logits, backend, chunk_bytes)
+    check_options(logits, backend, chunk_bytes)
     target = unwrap(model)
     record = record_of(target)
     if record is not None:
         for replacement in record.replacements:
-            replacement.check()
-        settings = record.settings
-        if (settings.logits, settings.backend, settings.chunk_bytes) == (logits, backend, chunk_bytes):
+            replacement.check(target)
+        if record.settings.options == (logits, backend, chunk_bytes):
             return model
-        unpatch(target)
     upstream = inspect_upstream()
+    choices = decide(target, upstream, logits)  # before anything is undone: a refusal leaves the model as it was
+    if record is not None:
+        unpatch(target)
     settings = Settings(uuid.uuid4().hex, logits, backend, chunk_bytes)
-    record = Record(settings, decide(target, upstream, logits), [])
+    record = Record(settings, choices, [])
     try:
-        for replacement in apply(record.choices, target, upstream, settings):
+        for replacement in apply(choices, target, upstream, settings):
             record.replacements.append(replacement)
     except BaseException:
         _undo(target, record)
@@ -101,7 +102,7 @@ def unpatch(model: M) -> M:
         msg = f"this {type(target).__name__} is not patched by liger_compat; liger_compat.patch(model) patches it"
         raise NotPatchedError(msg)
     for replacement in record.replacements:
-        replacement.check()
+        replacement.check(target)
     _undo(target, record)
     delattr(target, _RECORD)
     return model
@@ -109,12 +110,17 @@ def unpatch(model: M) -> M:
 
 @contextmanager
 def patched(model: M, *, logits: str = "defer", backend: str | None = None, chunk_bytes: int | None = None) -> Iterator[M]:
-    """`patch` on entry, `unpatch` on exit, for a model that is not patched yet."""
+    """`patch` on entry; on exit `unpatch`, or for a model that was patched before, the options that it had."""
+    record = record_of(unwrap(model))
     patch(model, logits=logits, backend=backend, chunk_bytes=chunk_bytes)
     try:
         yield model
     finally:
-        unpatch(model)
+        if record is None:
+            unpatch(model)
+        else:
+            logits, backend, chunk_bytes = record.settings.options
+            patch(model, logits=logits, backend=backend, chunk_bytes=chunk_bytes)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -159,8 +165,10 @@ def decide(model: PreTrainedModel, upstream: Upstream, logits: str) -> tuple[Cho
     """
     name = type(model).__name__
     models = [(path, each) for path, each in model.named_modules() if isinstance(each, PreTrainedModel)]
-    for _, each in models:
+    for path, each in models:
         conflict = find_conflict(each, upstream)
+        if path and record_of(each) is not None:
+            conflict = f"its {path}, a {type(each).__name__}, is patched by liger_compat on its own"
         if conflict is not None:
             msg = f"{name} cannot be patched: {conflict}. Undo that first; it was not replaced, and nothing was changed."
             raise ConflictingPatchError(msg)
@@ -176,19 +184,20 @@ def decide(model: PreTrainedModel, upstream: Upstream, logits: str) -> tuple[Cho
     return tuple(choices)
 
 
-def _check_options(logits: str, backend: str | None, chunk_bytes: int | None) -> None:
+def check_options(logits: str, backend: str | None, chunk_bytes: int | None) -> None:
+    """Raises InvalidOptionError or BackendUnavailableError for options that `patch` does not take here."""
     if logits not in MODES:
         msg = f"expected logits to be one of {', '.join(map(repr, MODES))}, found {logits!r}"
-        raise InvalidOptionError(msg)
-    if backend is not None and backend not in kernels.BACKENDS:
-        msg = f"expected backend to be one of {', '.join(map(repr, kernels.BACKENDS))} or None, found {backend!r}"
         raise InvalidOptionError(msg)
     if chunk_bytes is not None and chunk_bytes <= 0:
         msg = f"expected chunk_bytes to be positive, or None for the default, found {chunk_bytes}"
         raise InvalidOptionError(msg)
-    if backend == "triton" and (problem := kernels.triton_problem()) is not None:
-        msg = f'backend "triton" was asked for, but Triton cannot be loaded ({problem}). Install "liger_compat[triton]".'
-        raise BackendUnavailableError(msg)
+    try:
+        kernels.check_request(backend)
+    except ValueError as error:
+        raise InvalidOptionError(str(error)) from None
+    except RuntimeError as error:
+        raise BackendUnavailableError(str(error)) from None
 
 
 def _outermost(module: nn.Module) -> list[PreTrainedModel]:
@@ -203,5 +212,5 @@ def _takes_labels(model: PreTrainedModel) -> bool:
 
 def _undo(model: PreTrainedModel, record: Record) -> None:
     for replacement in reversed(record.replacements):
-        replacement.undo()
-    head.remove(model, record.settings.token)
+        replacement.undo(model)
+    head.remove(model, record.settings)

@@ -3,37 +3,45 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from .errors import PatchReplacedError
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """An instance attribute with what undoing its replacement needs."""
+    """An attribute of a module inside the patched model, with what undoing its replacement needs.
 
-    owner: object
+    It names the module by its path: a reference would be a cycle, and keep a deleted model's memory until the garbage
+    collector runs.
+    """
+
+    path: str
     name: str
     ours: object
     theirs: object
     inherited: bool  # the owner had no attribute of its own: undo deletes, it does not assign
 
     @classmethod
-    def of(cls, owner: object, name: str, ours: object) -> "Replacement":
+    def of(cls, owner: nn.Module, path: str, name: str, ours: object) -> "Replacement":
         """The record of `owner.name = ours`, made before the assignment."""
-        return cls(owner, name, ours, vars(owner).get(name), name not in vars(owner))
+        return cls(path, name, ours, vars(owner).get(name), name not in vars(owner))
 
-    def check(self) -> None:
-        """Raises PatchReplacedError unless the attribute is still ours."""
-        found: Any = vars(self.owner).get(self.name)
+    def check(self, model: nn.Module) -> None:
+        """Raises PatchReplacedError unless the attribute is still ours, or was deleted."""
+        owner = model.get_submodule(self.path)
+        found: Any = vars(owner).get(self.name, self.ours)
         if found is not self.ours:
             msg = (
-                f"{type(self.owner).__name__}.{self.name} was set by liger_compat and has been replaced since, by {found!r}. "
+                f"{type(owner).__name__}.{self.name} was set by liger_compat and has been replaced since, by {found!r}. "
                 "Undo that first; nothing was changed."
             )
             raise PatchReplacedError(msg)
 
-    def undo(self) -> None:
-        """Restores `vars(owner)` as it was."""
+    def undo(self, model: nn.Module) -> None:
+        """Restores `vars` of the module as it was."""
+        attributes = vars(model.get_submodule(self.path))
         if self.inherited:
-            del vars(self.owner)[self.name]
+            attributes.pop(self.name, None)
         else:
-            vars(self.owner)[self.name] = self.theirs
+            attributes[self.name] = self.theirs

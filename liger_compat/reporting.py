@@ -8,7 +8,7 @@ from . import kernels
 from .adapters import Choice, head
 from .counters import Counters
 from .errors import NotPatchedError
-from .patching import Record, decide, record_of, unwrap
+from .patching import Record, check_options, decide, record_of, unwrap
 from .upstream import Upstream, inspect_upstream
 
 
@@ -76,13 +76,14 @@ def explain(model: nn.Module, *, logits: str = "defer", backend: str | None = No
     """How `patch` with these options would serve the model; changes nothing.
 
     Raises:
-        UnsupportedModelError, ConflictingPatchError, UnsupportedTransformersError: as `patch` would.
+        UnsupportedModelError, ConflictingPatchError, UnsupportedTransformersError, InvalidOptionError,
+        BackendUnavailableError: as `patch` would.
     """
+    check_options(logits, backend, None)
     target = unwrap(model)
-    record = record_of(target)
     upstream = inspect_upstream()
-    choices = record.choices if record is not None else decide(target, upstream, logits)
-    return _report(choices, upstream, _backend(target, backend), Counters(), patched=record is not None)
+    choices = decide(target, upstream, logits)
+    return _report(choices, upstream, _backend(target, backend), Counters(), patched=record_of(target) is not None)
 
 
 def _report(choices: tuple[Choice, ...], upstream: Upstream, backend: str, counters: Counters, *, patched: bool) -> Report:
@@ -98,4 +99,4 @@ def _backend(model: nn.Module, requested: str | None) -> str:
     parameter = next(model.parameters(), None)
     if parameter is None:
         return requested or "reference"
-    return kernels.choose(requested, parameter.device)
+    return requested or kernels.choose(None, parameter.device)

@@ -25,6 +25,8 @@ class Family:
     def __init__(self, answer: Answer, *, overwrites: bool) -> None:
         self.answer = answer
         self.overwrites = overwrites
+        self.escaped_by: str | None = None
+        """What let the memory out to where it cannot be followed, if anything did."""
         self._members: list[weakref.ref[Tensor]] = []
 
     def adopt(self, tensor: Tensor) -> None:
@@ -47,6 +49,19 @@ class Family:
                 # NaN in place of the data: where C++ code passes by the class, it finds no gradient either.
                 tensor.data = _nan(tensor.shape, tensor.dtype, tensor.device)
                 tensor.__class__ = OverwrittenLogits
+
+    def sharing_problem(self, logits: Tensor) -> str | None:
+        """Why others than the watched tensors would see the memory of `logits`, a view of one of them, or None."""
+        if self.escaped_by is not None:
+            return f"{self.escaped_by} let their memory out"
+        storage = logits.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [tensor for member in self._members if (tensor := member()) is not None] + [logits]
+            tensors += [base for tensor in tensors if (base := tensor._base) is not None]
+            sharing = {id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() == storage.data_ptr()}
+        if torch._C._storage_Use_Count(storage._cdata) > len(sharing) + 1:  # and `storage`
+            return "a hook, a cache or an autograd node shares their memory"
+        return None
 
     def _drain(self) -> Iterator[Tensor]:
         members, self._members = self._members, []
@@ -84,6 +99,8 @@ class TrackedLogits(Tensor):
             result = func(*args, **kwargs)
         family = next((found for value in (*args, *kwargs.values()) if (found := family_of(value)) is not None), None)
         if family is not None:
+            if getattr(func, "__name__", "") in _ESCAPES:
+                family.escaped_by = func.__name__
             for tensor in result if isinstance(result, tuple | list) else (result,):
                 if type(tensor) is Tensor and (func in _FOLLOWED or (family.overwrites and _is_alias(tensor, args))):
                     family.adopt(tensor)
@@ -121,8 +138,10 @@ class OverwrittenLogits(Tensor):
                     return func(*args, **kwargs)
                 # Casts and clones by wrappers (accelerate, FSDP, DDP do it to the outputs of every step) are not a read.
                 value = func(args[0].new_full((), float("nan")), *args[1:], **kwargs)
-                if value.device == args[0].device:
-                    return _overwritten(args[0].shape, value.dtype, value.device)
+                return _overwritten(args[0].shape, value.dtype, value.device)
+        if name in _RESHAPES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _overwritten(func(args[0], *args[1:], **kwargs).shape, args[0].dtype, args[0].device)
         msg = (
             f"these logits ({tuple(args[0].shape) if args and isinstance(args[0], Tensor) else 'overwritten'}) were read by "
             f"{name}, but their memory was given to their gradient when the loss was computed (liger_compat, "
@@ -173,8 +192,15 @@ _FOLLOWED = {
     if hasattr(owner, name)
 }  # fmt: skip
 
+# What hands out the memory itself, or a pointer to it.
+_ESCAPES = {
+    "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "set_", "share_memory_",
+    "resize_",
+}  # fmt: skip
+
 _DATA_ATTRIBUTES = {"data", "real", "imag", "T", "mT", "H", "mH"}
-_CASTS = {"clone", "float", "half", "bfloat16", "double", "to", "type", "type_as", "detach"}
+_CASTS = {"clone", "float", "half", "bfloat16", "double", "to", "cpu", "cuda", "type", "type_as", "detach", "contiguous"}
+_RESHAPES = {"view", "view_as", "reshape"}
 _WITHOUT_DATA = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "__len__",
     "is_floating_point", "is_complex", "is_contiguous", "is_same_size", "is_pinned", "is_shared", "has_names",

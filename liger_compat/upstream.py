@@ -98,20 +98,20 @@ def _known(function: Callable[..., Any]) -> Fact:
     parameters = tuple(inspect.signature(function).parameters)
     if parameters not in (_PARAMETERS, tuple(p for p in _PARAMETERS if p != "shift_labels")):
         return Fact(False, f"ForCausalLMLoss has parameters this release does not know: {', '.join(parameters)}")
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 6, 7, generator=generator)
-    labels = torch.randint(0, 7, (2, 6), generator=generator)
+    # On the CPU in FP32, whatever the defaults are.
+    generator = torch.Generator("cpu").manual_seed(0)
+    logits = torch.randn(2, 6, 7, generator=generator, device="cpu", dtype=torch.float32)
+    labels = torch.randint(0, 7, (2, 6), generator=generator, device="cpu")
     labels[0, :3] = -100
     other_index = labels.masked_fill(labels == -100, 3)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((logits, labels, 7), {}),
         ((logits, other_index, 7), {"num_items_in_batch": 5, "ignore_index": 3, "label_smoothing": 0.5}),
-        ((logits.flatten(0, 1), labels.flatten(), 7), {"num_items_in_batch": torch.tensor(5)}),
+        ((logits.flatten(0, 1), labels.flatten(), 7), {"num_items_in_batch": torch.tensor(5, device="cpu")}),
     ]
     if "shift_labels" in parameters:
         calls.append(((logits, None, 7), {"shift_labels": labels}))
     for args, kwargs in calls:
-        # On the CPU whatever the default device is, and out of reach of autocast.
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             found, expected = function(*args, **kwargs), _expected(*args, **kwargs)
         if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-5, atol=0):

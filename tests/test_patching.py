@@ -1,9 +1,12 @@
 """patch and unpatch: what they refuse, what they leave alone, what they put back."""
 
+import gc
+import importlib
 import sys
 import threading
 import types
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 import liger_compat
 from compare import assert_same_as_stock
 from families import build, inputs
+from liger_compat import upstream
 from liger_compat.upstream import inspect_upstream
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -76,6 +80,93 @@ def test_context_manager() -> None:
         assert liger_compat.report(model).logits == "overwrite"
         raise KeyError
     assert snapshot(model) == before
+
+
+def test_context_manager_on_a_patched_model() -> None:
+    model = liger_compat.patch(build("llama"), logits="keep", backend="reference")
+    with liger_compat.patched(model, logits="overwrite"):
+        assert liger_compat.report(model).logits == "overwrite"
+    assert liger_compat.report(model).logits == "keep"
+    assert liger_compat.report(model).backend == "reference"
+
+
+def test_a_refused_change_of_options_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = liger_compat.patch(build("llama"))
+    before = snapshot(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "cross_entropy", foreign("liger_cross_entropy", "liger_kernel.transformers.functional"))
+        with pytest.raises(liger_compat.ConflictingPatchError):
+            liger_compat.patch(model, logits="keep")
+    assert snapshot(model) == before
+
+
+def test_explain_a_patched_model() -> None:
+    model = liger_compat.patch(build("llama"))
+    assert liger_compat.explain(model, logits="keep").logits == "keep"
+    assert liger_compat.explain(model).choices == liger_compat.report(model).choices
+    for target in (model, build("llama")):
+        with pytest.raises(liger_compat.InvalidOptionError, match="found 'drop'"):
+            liger_compat.explain(target, logits="drop")
+
+
+def test_a_model_inside_is_patched_already() -> None:
+    class Around(transformers.LlamaForCausalLM):
+        pass
+
+    model = Around(build("llama").config)
+    model.inner = liger_compat.patch(build("llama"))
+    with pytest.raises(liger_compat.ConflictingPatchError, match="its inner, a LlamaForCausalLM, is patched by liger_compat"):
+        liger_compat.patch(model)
+
+
+@pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
+def test_no_hook_stays_on_a_head_that_was_replaced(logits: str) -> None:
+    model = liger_compat.patch(build("t5"), logits=logits)
+    old = model.lm_head
+    model.set_output_embeddings(nn.Linear(old.in_features, old.out_features, bias=False))
+    model(**inputs(model, IDS))
+    liger_compat.unpatch(model)
+    for head in (old, model.lm_head):
+        assert not head._forward_hooks
+        assert not head._forward_pre_hooks
+
+
+@pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
+def test_a_deleted_model_is_freed_at_once(logits: str) -> None:
+    """Without the garbage collector, that is: its memory is needed for the next one."""
+    gc.collect()
+    gc.disable()
+    try:
+        for patch in (lambda model: model, lambda model: liger_compat.patch(model, logits=logits)):
+            model = patch(build("llama"))
+            model(**inputs(model, IDS)).loss.backward()
+            weight = weakref.ref(model.model.embed_tokens.weight)
+            del model
+            assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_undo_after_the_wrapper_was_deleted() -> None:
+    if not inspect_upstream().loss_settable:
+        pytest.skip("na: this transformers has no setter for the loss")
+    model = build("llama")
+    before = snapshot(model)
+    liger_compat.patch(model)
+    del model._loss_function
+    liger_compat.unpatch(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_defaults_of_torch_do_not_matter(default: torch.dtype) -> None:
+    upstream._known.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        with torch.device("meta"):
+            assert inspect_upstream().loss_known or inspect_upstream().causal_lm_loss is None
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_undo_notices_interference() -> None:
@@ -189,9 +280,19 @@ def test_patches_of_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forced_backend_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    monkeypatch.setattr(liger_compat.kernels, "triton_problem", lambda: "ModuleNotFoundError: No module named 'triton'")
-    with pytest.raises(liger_compat.BackendUnavailableError, match=r'"triton" was asked for.*Install "liger_compat\[triton\]"'):
-        liger_compat.patch(model, backend="triton")
+    module = importlib.import_module("liger_compat.kernels.cross_entropy._backend")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "triton_problem", lambda: "ModuleNotFoundError: No module named 'triton'")
+        for call in (liger_compat.patch, liger_compat.explain):
+            with pytest.raises(liger_compat.BackendUnavailableError, match=r'"triton" was.*install "liger_compat\[triton\]"'):
+                call(model, backend="triton")
+    if not torch.cuda.is_available():
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        with pytest.raises(liger_compat.BackendUnavailableError, match="does not run on 'cpu' devices|cannot be loaded"):
+            liger_compat.patch(model, backend="triton")
+    monkeypatch.setenv("LIGER_COMPAT_BACKEND", "cuda")
+    with pytest.raises(liger_compat.InvalidOptionError, match="LIGER_COMPAT_BACKEND to be one of.*found 'cuda'"):
+        liger_compat.patch(model)
     assert not liger_compat.is_patched(model)
 
 
@@ -227,9 +328,6 @@ def test_logits_without_a_loss_are_plain() -> None:
 
 def test_no_logits_are_kept_alive() -> None:
     """A stored loss holds no logits, and stored logits no graph, beyond what the unpatched model's hold."""
-    import gc
-    import weakref
-
     for family in ("llama", "t5"):
         model = liger_compat.patch(build(family))
         output = model(**inputs(model, IDS))

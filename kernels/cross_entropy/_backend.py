@@ -29,7 +29,7 @@ def device_problem(device_type: str) -> str | None:
     """Why the Triton kernels cannot run on a kind of device, or None when they can."""
     problem = triton_problem()
     if problem is not None:
-        return f"Triton cannot be loaded ({problem})"
+        return f'Triton cannot be loaded ({problem}); install "liger_compat[triton]"'
     if device_type not in _TRITON_DEVICES and not _interpreting():
         return f"Triton does not run on {device_type!r} devices, only in its interpreter (TRITON_INTERPRET=1)"
     return None
@@ -44,19 +44,38 @@ def choose(requested: str | None, device: torch.device) -> str:
         ValueError: if an unknown backend is asked for.
         RuntimeError: if the backend asked for cannot run on `device`; nothing falls back silently.
     """
-    requested = requested or os.environ.get("LIGER_COMPAT_BACKEND") or None
+    requested = _requested(requested)
     if requested is None:
         # On a CPU the interpreter must be asked for: it is a way to test the kernels, thousands of times slower.
         return "triton" if device.type in _TRITON_DEVICES and device_problem(device.type) is None else "reference"
-    if requested not in BACKENDS:
-        msg = f"expected backend to be one of {', '.join(map(repr, BACKENDS))} or None, found {requested!r}"
-        raise ValueError(msg)
     if requested == "triton":
         problem = device_problem(device.type)
         if problem is not None:
-            msg = f'backend "triton" was asked for, but {problem}. Use backend=None to choose what runs here.'
-            raise RuntimeError(msg)
+            raise RuntimeError(_unavailable(problem))
     return requested
+
+
+def check_request(requested: str | None) -> None:
+    """Raises as `choose` does if the backend asked for can run on no device of this machine."""
+    if _requested(requested) == "triton":
+        devices = [device for device in _TRITON_DEVICES if getattr(torch, device).is_available()]
+        problems = [device_problem(device) for device in devices or ["cpu"]]
+        if None not in problems:
+            raise RuntimeError(_unavailable(str(problems[0])))
+
+
+def _requested(requested: str | None) -> str | None:
+    source = "backend"
+    if requested is None:
+        source, requested = "LIGER_COMPAT_BACKEND", os.environ.get("LIGER_COMPAT_BACKEND") or None
+    if requested is not None and requested not in BACKENDS:
+        msg = f"expected {source} to be one of {', '.join(map(repr, BACKENDS))} or None, found {requested!r}"
+        raise ValueError(msg)
+    return requested
+
+
+def _unavailable(problem: str) -> str:
+    return f'backend "triton" was asked for, but {problem}. Use backend=None to choose what runs here.'
 
 
 def load(requested: str | None, device: torch.device) -> ModuleType:

@@ -89,4 +89,4 @@ def apply(choices: Sequence[Choice], model: PreTrainedModel, upstream: Upstream,
         if choice.watches_head:
             head.install(served, settings)
         if choice.adapter == loss_function.NAME:
-            yield loss_function.apply(served, upstream, settings)
+            yield loss_function.apply(served, choice.path, upstream, settings)

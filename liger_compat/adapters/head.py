@@ -46,13 +46,14 @@ def install(model: PreTrainedModel, settings: Settings) -> None:
     model.register_forward_pre_hook(FollowHead(settings))
 
 
-def remove(model: nn.Module, token: str) -> None:
-    """Removes every hook of one patch, wherever it has got to: libraries copy heads and wrap them."""
-    for module in model.modules():
+def remove(model: nn.Module, settings: Settings) -> None:
+    """Removes every hook of one patch, wherever it has got to: libraries copy heads, wrap and replace them."""
+    for module in {*model.modules(), *settings.hooked}:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if of_patch(hook, token) is not None]:
+            for key in [key for key, hook in hooks.items() if of_patch(hook, settings.token) is not None]:
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def counters_in(model: nn.Module, token: str) -> list[Counters]:
@@ -133,7 +134,9 @@ def of_patch(hook: Any, token: str) -> Hook | None:
 
 def _hook(head: nn.Module | None, settings: Settings) -> None:
     if head is not None and all(of_patch(hook, settings.token) is None for hook in head._forward_hooks.values()):
-        head.register_forward_hook(TrackLogits(settings))
+        settings.hooked.add(head)
+        # First of all hooks: what those of others keep of the logits descends from what is watched.
+        head.register_forward_hook(TrackLogits(settings), prepend=True)
         if settings.logits == "defer":
             head.register_forward_pre_hook(DeferLogits(settings))
 

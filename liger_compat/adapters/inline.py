@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from .. import inspection
 from ..upstream import Upstream
-from . import head
+from . import head, loss_function
 
 NAME = "inline"
 
@@ -21,7 +21,7 @@ def examine(model: PreTrainedModel, upstream: Upstream) -> tuple[bool, str]:
     if inspection.calls_cross_entropy(model, head.output_head(model)):
         return True, "its forward computes torch.nn.functional.cross_entropy itself"
     if inspection.calls_loss_function(model):
-        if inspection.reaches_cross_entropy(model.loss_function):
+        if inspection.reaches_cross_entropy(loss_function.original(model)):
             return True, "its forward calls self.loss_function, which computes torch.nn.functional.cross_entropy"
         return False, "its loss function does not compute a cross-entropy"
     return False, "its forward computes no cross-entropy"

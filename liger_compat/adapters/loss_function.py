@@ -25,7 +25,7 @@ def examine(model: PreTrainedModel, upstream: Upstream) -> tuple[bool, str]:
         return False, "its forward does not call self.loss_function"
     if not upstream.loss_settable:
         return False, upstream.loss_settable.reason
-    resolved = model.loss_function
+    resolved = original(model)
     if resolved is not upstream.causal_lm_loss:
         return False, f"its loss function is {describe(resolved)}, not ForCausalLMLoss"
     if not upstream.loss_known:
@@ -33,11 +33,17 @@ def examine(model: PreTrainedModel, upstream: Upstream) -> tuple[bool, str]:
     return True, "its forward calls self.loss_function, which is ForCausalLMLoss"
 
 
-def apply(model: PreTrainedModel, upstream: Upstream, settings: Settings) -> Replacement:
-    """Puts the wrapper on the instance, through the setter."""
+def original(model: PreTrainedModel) -> Any:
+    """The loss function of a model, as it is without our wrapper."""
+    function = model.loss_function
+    return function.__wrapped__ if isinstance(function, CausalLMLoss) else function
+
+
+def apply(model: PreTrainedModel, path: str, upstream: Upstream, settings: Settings) -> Replacement:
+    """Puts the wrapper on the instance, through the setter. `path` says where that is in the patched model."""
     wrapper = CausalLMLoss(model.loss_function, settings, takes_shift_labels=upstream.takes_shift_labels)
     # The setter stores to `_loss_function`. Assigning an nn.Module would not: nn.Module.__setattr__ files it as a child.
-    replacement = Replacement.of(model, "_loss_function", wrapper)
+    replacement = Replacement.of(model, path, "_loss_function", wrapper)
     model.loss_function = wrapper
     return replacement
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..counters import Counters
@@ -14,6 +14,7 @@ from ..deferred import DeferredLogits, can_fuse
 from ..kernels import overwrite_problem
 from ..loss import cross_entropy, torch_cross_entropy_problem
 from ..tracking import Family, family_of, plain_alias
+from . import running
 
 
 @dataclass
@@ -27,19 +28,28 @@ class Settings:
     backend: str | None
     chunk_bytes: int | None
     counters: Counters = field(default_factory=Counters)
-    open_family: weakref.ref[Family] | None = None
-    """The tracked logits of the forward that runs, for its end."""
-    losses_before: int = 0
-    """`counters.kernel_losses` when that forward began."""
+    hooked: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """Output heads with hooks of this patch; a model may have replaced one since."""
+
+    @property
+    def options(self) -> tuple[str, str | None, int | None]:
+        """What `patch` was called with: logits, backend, chunk_bytes."""
+        return self.logits, self.backend, self.chunk_bytes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "open_family": None}  # a weak reference cannot be pickled
+        # A weak set cannot be pickled, and copies have heads of their own, which are found among their modules.
+        return {**vars(self), "hooked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, hooked=weakref.WeakSet())
 
     def track(self, logits: Tensor) -> None:
         """Watches plain logits until the loss is computed."""
         family = Family(self.answer, overwrites=self.logits == "overwrite")
         family.adopt(logits)
-        self.open_family = weakref.ref(family)
+        forward = running.current()
+        if forward is not None:
+            forward.families.append(family)
 
     # What deferred logits report to (`deferred.source.Source.observer`).
     watch = track
@@ -54,25 +64,29 @@ class Settings:
         if why is not None:
             self.step_aside(f"cross-entropy left to PyTorch: {why}")
             return F.cross_entropy(_plain(input), *args, **kwargs)
-        return self.serve(input, lambda logits, overwrite: self._loss(logits, overwrite, *args, **kwargs))
+        rows = input.dim() <= 2  # of more dimensions the second has the classes
+        return self.serve(input, lambda logits, overwrite: self._loss(logits, overwrite, *args, **kwargs), rows=rows)
 
-    def serve(self, logits: Tensor, compute: Callable[[Tensor, bool], Tensor]) -> Tensor:
-        """`compute(logits, overwrite)` with plain or deferred logits; afterwards plain ones are plain, or unreadable."""
+    def serve(self, logits: Tensor, compute: Callable[[Tensor, bool], Tensor], *, rows: bool = True) -> Tensor:
+        """`compute(logits, overwrite)` with plain or deferred logits; afterwards plain ones are plain, or unreadable.
+
+        `rows` says whether the classes are the last dimension.
+        """
+        if torch.compiler.is_compiling():
+            return compute(logits, False)  # a counter that is traced is a constant, and compiles the model anew at each step
         if isinstance(logits, DeferredLogits):
             if can_fuse(logits):
                 loss = compute(logits, False)
-                self.counters.kernel_losses += 1
-                self.counters.fused += 1
+                self._count(fused=1)
                 return loss
             logits = logits.lc_plain("a loss over logits that were read before")
         family = family_of(logits)
         plain = logits if family is None else plain_alias(logits)
-        overwrite = self.logits == "overwrite" and self._may_overwrite(plain, family)
+        overwrite = self.logits == "overwrite" and self._may_overwrite(plain, family, rows=rows)
         loss = compute(plain, overwrite)
-        self.counters.kernel_losses += 1
+        self._count(overwritten=int(overwrite))
         if family is not None:
             if overwrite:
-                self.counters.overwritten += 1
                 family.give_away(plain.untyped_storage().data_ptr())
             else:
                 family.release()
@@ -80,16 +94,31 @@ class Settings:
 
     def step_aside(self, why: str) -> None:
         """Counts that something ran as in stock transformers."""
+        if torch.compiler.is_compiling():
+            return
         self.counters.stepped_aside[why] += 1
+        forward = running.current()
+        if forward is not None:
+            forward.reasons.append(why)
 
-    def _may_overwrite(self, logits: Tensor, family: Family | None) -> bool:
+    def _count(self, *, fused: int = 0, overwritten: int = 0) -> None:
+        self.counters.kernel_losses += 1
+        self.counters.fused += fused
+        self.counters.overwritten += overwritten
+        forward = running.current()
+        if forward is not None:
+            forward.served = True
+
+    def _may_overwrite(self, logits: Tensor, family: Family | None, *, rows: bool) -> bool:
         if not logits.requires_grad or not torch.is_grad_enabled():
             return False  # no gradient is made, so none takes their memory
         problem = overwrite_problem(logits)
-        if family is None:
+        if family is None or running.current() is None:
             problem = "they do not come from the output head as it returned them"
-        elif not logits.is_contiguous() or logits.dtype is torch.float64:
+        elif not rows or not logits.is_contiguous() or logits.dtype is torch.float64:
             problem = "the kernel works on a copy of them"
+        elif problem is None:
+            problem = family.sharing_problem(logits)
         if problem is not None:
             self.step_aside(f"logits kept, not overwritten: {problem}")
         return problem is None

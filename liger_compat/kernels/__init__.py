@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:  # pragma: no cover  # a checkout that was 
     )
     raise ImportError(msg) from error
 from .cross_entropy._autograd import multiplied
-from .cross_entropy._backend import BACKENDS, choose, device_problem, triton_problem
+from .cross_entropy._backend import BACKENDS, check_request, choose, device_problem, triton_problem
 from .cross_entropy._ops import gradient_of_logits, row_statistics
 from .cross_entropy._validation import plain as is_plain
 from .linear_cross_entropy import linear_cross_entropy
@@ -24,6 +24,7 @@ __all__ = [
     "BACKENDS",
     "ChunkSettings",
     "Operands",
+    "check_request",
     "choose",
     "chunked_backward",
     "chunked_forward",

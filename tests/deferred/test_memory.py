@@ -44,7 +44,7 @@ def step_memory(logits: str | None, *, train: bool = True) -> int:
 
 
 def test_a_step_takes_gradients_and_a_chunk() -> None:
-    rows, logits = 4 * 96, 4 * 96 * 12800 * 4
+    logits = 4 * 96 * 12800 * 4
     taken = {mode: step_memory(mode) for mode in (None, "keep", "overwrite", "defer")}
     assert taken["defer"] < 0.5 * logits, taken
     assert taken["overwrite"] < taken["keep"] < taken[None], taken
