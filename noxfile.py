@@ -55,7 +55,7 @@ def sweep(session: nox.Session, transformers: str) -> None:
     """Patch every language model class of one transformers and compare it with COMPATIBILITY.md (-- --update changes that)."""
     _set_up(session, PINS[transformers])
     # From a folder that holds nothing else: at the root our kernels/ would be found.
-    folder = Path(session.create_tmp())
+    folder = Path(session.create_tmp()).resolve()
     shutil.copytree(environments.ROOT / "matrix", folder / "matrix", dirs_exist_ok=True)
     out = folder / "sweep.json"
     with session.chdir(folder):
@@ -93,9 +93,12 @@ def _set_up(session: nox.Session, pin: Pin, *packages: str) -> dict[str, str | N
     if pin.is_release:
         sha, requirement, needs = None, f"transformers=={pin.ref}", pin.python
     else:
-        sha = pin.commit or upstream_git.resolve_main()
-        session.log(f"transformers {pin.ref} is commit {sha} of {upstream_git.repository()}")
-        wheel = environments.transformers_wheel(sha)
+        try:
+            sha = pin.commit or upstream_git.resolve_main()
+            session.log(f"transformers {pin.ref} is commit {sha} of {upstream_git.repository()}")
+            wheel = environments.transformers_wheel(sha)
+        except RuntimeError as error:
+            session.error(f"{error}\nLIGER_COMPAT_TRANSFORMERS_REPO names the URL or the local clone to take it from.")
         requirement, needs = str(wheel), environments.requires_python(wheel)
     if not SpecifierSet(needs).contains(f"{python}.99"):
         session.skip(f"na: transformers {pin.ref} needs Python {needs}, this is {python}")

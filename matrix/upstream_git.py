@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import tarfile
 from functools import cache
 from pathlib import Path
 
@@ -31,20 +32,22 @@ def resolve_main() -> str:
 
 
 def extract(sha: str, destination: Path) -> None:
-    """Writes what building a wheel of transformers at `sha` needs to `destination`."""
+    """Writes what building a wheel of transformers at `sha` needs to `destination`.
+
+    Raises:
+        RuntimeError: if the commit cannot be had.
+    """
     destination.mkdir(parents=True, exist_ok=True)
     source = repository()
     if "://" in source:
         source = str(destination.with_name(f"{destination.name}.git"))
         _git("init", "--quiet", "--bare", source)
         _git("--git-dir", source, "fetch", "--quiet", "--depth=1", repository(), sha)
-    archive = subprocess.Popen(
-        ["git", "-C", source, "archive", sha, "src", "setup.py", "README.md", "pyproject.toml"], stdout=subprocess.PIPE
-    )
-    subprocess.run(["tar", "-x", "-C", str(destination)], stdin=archive.stdout, check=True)
-    if archive.wait() != 0:
-        msg = f"git archive of {sha} from {source} failed: is the commit there?"
-        raise RuntimeError(msg)
+    archive = destination.with_name(f"{destination.name}.tar")
+    _git("-C", source, "archive", f"--output={archive}", sha, "src", "setup.py", "README.md", "pyproject.toml")
+    with tarfile.open(archive) as files:
+        files.extractall(destination, filter="data")
+    archive.unlink()
 
 
 def _git(*args: str) -> str:

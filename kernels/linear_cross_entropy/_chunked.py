@@ -81,6 +81,7 @@ def forward(operands: Operands, divisor: Tensor | None, reduction: str, settings
                 results = kernel.fused(logits, logits, target[rows], class_weight, divisors, options)
                 _accumulate(gradients, logits, h, w, rows)
             loss[rows], maximum[rows], total[rows] = results
+            del logits  # before the next chunk is made
         loss = _ops.reduce(loss, maximum, total, divisors, reduction, options)
         return Forward(loss, maximum, total, divisors, None if gradients is None else _finish(gradients, bias))
 
@@ -117,6 +118,7 @@ def backward(
                 settings.options,
             )
             _accumulate(gradients, logits, h, w, rows)
+            del logits  # before the next chunk is made
         return _finish(gradients, bias)
 
 

@@ -48,5 +48,6 @@ def by_rows(logits: "DeferredLogits", reduce: Callable[[Tensor], Tensor]) -> Ten
             for each in cell.ops:
                 rows = each.on_rows_of_logits(rows)
             parts.append(reduce(rows))
+        del rows  # before the next chunk is made
     result = torch.cat(parts) if parts else reduce(source.compute_rows(slice(0, 0)))
     return result.reshape(*lead, *result.shape[1:])

@@ -169,6 +169,7 @@ def test_meta_and_fake_tensors() -> None:
         assert output.loss.shape == ()
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_modes_of_torch() -> None:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
