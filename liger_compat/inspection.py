@@ -18,6 +18,11 @@ def calls_loss_function(model: nn.Module) -> bool:
     return any("loss_function" in names(function) for function in _forward_functions(model))
 
 
+def calls_nll_loss(model: nn.Module) -> bool:
+    """Whether `forward` computes the negative log-likelihood of log-probabilities itself."""
+    return any(names(function) >= {"log_softmax", "nll_loss"} for function in _forward_functions(model))
+
+
 def calls_cross_entropy(model: nn.Module, head: nn.Module | None) -> bool:
     """Whether `forward`, or that of a module around the output head, computes PyTorch's cross-entropy itself."""
     for module in (model, *(_ancestors(model, head) if head is not None else ())):

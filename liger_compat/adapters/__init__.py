@@ -13,7 +13,7 @@ from . import head, inline, loss_function, watch
 from .settings import Settings
 
 ADAPTERS = (loss_function, inline)
-"""Modules with NAME and `examine(model, upstream)`."""
+"""Modules with NAME and `examine(model, upstream, logits)`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def choose(model: PreTrainedModel, upstream: Upstream, logits: str, path: str = 
     """The first adapter that can serve `model`, whose loss is made in its own forward, in the mode `logits`."""
     refused: list[Refusal] = []
     for adapter in ADAPTERS:
-        accepted, why = adapter.examine(model, upstream)
+        accepted, why = adapter.examine(model, upstream, logits)
         if accepted:
             return _accept(model, adapter.NAME, path, why, tuple(refused), logits)
         refused.append(Refusal(adapter.NAME, why))

@@ -12,7 +12,7 @@ from . import head, loss_function
 NAME = "inline"
 
 
-def examine(model: PreTrainedModel, upstream: Upstream) -> tuple[bool, str]:
+def examine(model: PreTrainedModel, upstream: Upstream, logits: str) -> tuple[bool, str]:
     """Whether the logits of `model` can be followed to a cross-entropy."""
     del upstream
     why = head.problem(model)
@@ -24,4 +24,8 @@ def examine(model: PreTrainedModel, upstream: Upstream) -> tuple[bool, str]:
         if inspection.reaches_cross_entropy(loss_function.original(model)):
             return True, "its forward calls self.loss_function, which computes torch.nn.functional.cross_entropy"
         return False, "its loss function does not compute a cross-entropy"
+    if inspection.calls_nll_loss(model):
+        if logits == "defer" and head.deferral_problem(model) is None:
+            return True, "its forward computes torch.nn.functional.nll_loss of log-probabilities itself"
+        return False, "its forward computes log-probabilities and their nll_loss, which only deferred logits pass by"
     return False, "its forward computes no cross-entropy"

@@ -19,8 +19,9 @@ from .settings import Settings
 NAME = "loss_function"
 
 
-def examine(model: PreTrainedModel, upstream: Upstream) -> tuple[bool, str]:
-    """Whether `model.loss_function` is what its forward calls, and a function that we know."""
+def examine(model: PreTrainedModel, upstream: Upstream, logits: str) -> tuple[bool, str]:
+    """Whether `model.loss_function` is what its forward calls, and a function that we know; in every mode."""
+    del logits
     if not inspection.calls_loss_function(model):
         return False, "its forward does not call self.loss_function"
     if not upstream.loss_settable:

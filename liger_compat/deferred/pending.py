@@ -24,6 +24,8 @@ class Fold:
     cap: float | None = None
     bias: Tensor | None = None
     columns: int | None = None
+    normalised: bool = False
+    """Whether a log-softmax came after all that. The loss is the same without it; nothing else can come after it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Op:
     """Whether the result shares memory with the logits it is made from."""
     needs_logits = False
     """Whether `adjoint` needs those logits."""
+    after_softmax = False
+    """Whether the loss still knows what to do with it after a log-softmax."""
 
     def value(self, logits: Tensor) -> Tensor:
         """The operation on real logits; with autograd where that is on."""
@@ -62,6 +66,8 @@ class Op:
 @dataclass(frozen=True)
 class Cast(Op):
     """A change of dtype."""
+
+    after_softmax = True
 
     def adjoint(self, grad: Tensor, logits: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return grad.to(dtype)
@@ -94,6 +100,24 @@ class Tanh(Op):
 
     def fold(self, fold: Fold) -> Fold | None:
         return replace(fold, cap=1.0) if fold.cap is None else None
+
+
+@dataclass(frozen=True)
+class LogSoftmax(Op):
+    """Over the vocabulary.
+
+    The loss of log-probabilities is computed from the logits. A hook on the log-probabilities sees a gradient that differs
+    from stock by a multiple of the probabilities in each row, which is what the log-softmax takes out of any gradient.
+    """
+
+    needs_logits = True
+    after_softmax = True
+
+    def adjoint(self, grad: Tensor, logits: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return (grad - self.value(logits()).exp() * grad.sum(-1, keepdim=True)).to(dtype)
+
+    def fold(self, fold: Fold) -> Fold | None:
+        return replace(fold, normalised=True)
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,7 @@ class Rows(Op):
     on_rows: Callable[[Tensor], Tensor] | None
     """The same on a tensor without the last dimension; None if it keeps all rows in their order."""
     views: bool
+    after_softmax = True
 
     def on_rows_of_logits(self, rows: Tensor) -> Tensor:
         return rows

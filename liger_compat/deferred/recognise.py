@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pending import AddBias, Cast, Columns, Op, Rows, Scale, Tanh
+from .pending import AddBias, Cast, Columns, LogSoftmax, Op, Rows, Scale, Tanh
 
 
 def _both(*names: str) -> set[Any]:
@@ -29,6 +29,8 @@ _QUOTIENTS = _both("div", "divide", "true_divide", "__truediv__")
 _SUMS = _both("add", "__add__", "__radd__")
 _CLONES = _both("clone")
 _TANH = _both("tanh") | {torch.nn.functional.tanh}
+_LOG_SOFTMAX = _both("log_softmax") | {torch.nn.functional.log_softmax}
+_SWAPS = _both("transpose", "swapaxes", "swapdims")
 _RESHAPES = _both("view", "view_as", "reshape", "reshape_as", "flatten", "squeeze", "unsqueeze")
 _SELECTS = _both("narrow", "select", "index_select")
 _PIECES = _both("split", "chunk")
@@ -41,27 +43,19 @@ def recognise(
 
     `logits` is a meta tensor with the shape, strides and dtype of the real one, which is on `device`.
     """
-    call = (args, kwargs)
     if func in _CASTS or func in (Tensor.to, Tensor.type, Tensor.type_as):
         return _cast(func, logits, device, args, kwargs)
-    if func in _PRODUCTS | _QUOTIENTS and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
-        factor = float(args[0])
-        if func in _QUOTIENTS:
-            return Scale(func, call, 1 / factor) if factor else None
-        return Scale(func, call, factor)
-    if func in _TANH and not args and not kwargs:
-        return Tanh(func, call)
-    if func in _SUMS and len(args) == 1 and not kwargs:
-        return _add_bias(func, logits, args[0])
+    if func in _LOG_SOFTMAX:
+        return _log_softmax(logits, *args, **kwargs)
     if func in _RESHAPES:
         return _reshape(func, logits, args, kwargs)
     if func is Tensor.__getitem__:
         return _index(logits, args[0])
-    if (copied := copy(func, logits, args, kwargs)) is not None:
-        return copied
+    if func in _SWAPS:
+        return _swap_rows(func, logits, args, kwargs)
     if func in _SELECTS:
         return _select(func, logits, args, kwargs)
-    return None
+    return _elementwise(func, logits, args, kwargs) or copy(func, logits, args, kwargs)
 
 
 def swap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -91,6 +85,22 @@ def copy(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs
     if args or kwargs or not (func in _CLONES or (func is Tensor.contiguous and not logits.is_contiguous())):
         return None
     return Rows(func, ((), {}), on_rows=None, views=False)
+
+
+def _elementwise(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+    call = (args, kwargs)
+    if func in _TANH and not args and not kwargs:
+        return Tanh(func, call)
+    if len(args) != 1 or kwargs:
+        return None
+    if func in _SUMS:
+        return _add_bias(func, logits, args[0])
+    if func in _PRODUCTS | _QUOTIENTS and type(args[0]) in (int, float):
+        factor = float(args[0])
+        if func in _QUOTIENTS:
+            return Scale(func, call, 1 / factor) if factor else None
+        return Scale(func, call, factor)
+    return None
 
 
 def _cast(
@@ -130,6 +140,23 @@ def _add_bias(func: Callable[..., Any], logits: Tensor, other: Any) -> Op | None
     if other.dim() > logits.dim() or other.shape[-1:] != logits.shape[-1:] or other.numel() != logits.shape[-1]:
         return None
     return AddBias(func, ((other,), {}), other)
+
+
+def _log_softmax(logits: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Op | None:
+    if dim not in (-1, logits.dim() - 1) or dtype not in (None, logits.dtype, torch.float32):
+        return None
+    return LogSoftmax(torch.log_softmax, ((-1,), {"dtype": dtype}))
+
+
+def _swap_rows(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+    dims = [_row_dim(logits, dim) for dim in args]
+    if kwargs or len(dims) != 2 or None in dims:
+        return None
+    return Rows(func, (args, kwargs), on_rows=partial(_transpose, *dims), views=True)
+
+
+def _transpose(first: int, second: int, rows: Tensor) -> Tensor:
+    return rows.transpose(first, second)
 
 
 def _reshape(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:

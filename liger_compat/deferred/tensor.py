@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import reads, recognise
 from .gradient import Gradients, LazyGradient
@@ -23,7 +24,7 @@ class DeferredLogits(Tensor):
     _lc_meta: Tensor
     """A meta tensor with the shape, strides and dtype."""
     _lc_base: "DeferredLogits | None"
-    """The deferred logits that these are a view of; only where they need a gradient."""
+    """The deferred logits that these are a view of, or that their gradient needs; only where there is one."""
     _lc_plain: Tensor | None
     """What is read in the place of these logits, with autograd history."""
 
@@ -48,15 +49,18 @@ class DeferredLogits(Tensor):
     def lc_plain(self, name: str) -> Tensor:
         """The plain tensor in the place of these logits; `name` is who asks."""
         cell = self._lc_cell
+        records = torch.is_grad_enabled() and self.requires_grad
+        if records and self._lc_base is not None and cell.op is not None:
+            if self._lc_plain is None:
+                self._lc_plain = cell.op.value(self._lc_base.lc_plain(name))
+                cell.source.observer.watch(self._lc_plain)
+            return self._lc_plain
         if not cell.is_computed:
             cell.source.observer.materialised(name)
-        if not (torch.is_grad_enabled() and self.requires_grad):
+        if not records:
             return cell.value()
         if self._lc_plain is None:
-            if self._lc_base is not None and cell.op is not None and cell.op.views:
-                self._lc_plain = cell.op.value(self._lc_base.lc_plain(name))
-            else:
-                self._lc_plain = Materialise.apply(self)  # type: ignore[no-untyped-call]
+            self._lc_plain = Materialise.apply(self)  # type: ignore[no-untyped-call]
             cell.source.observer.watch(self._lc_plain)
         return self._lc_plain
 
@@ -80,7 +84,7 @@ class DeferredLogits(Tensor):
                 found = _lazily(func, logits, args[1:], kwargs)
                 if found is not None:
                     return found
-        if func is torch.nn.functional.cross_entropy:
+        if func is F.cross_entropy or (func is F.nll_loss and _are_log_probabilities(logits)):
             return _cross_entropy(*args, **kwargs)
         result = func(*_plain(args, name), **_plain(kwargs, name))
         # An operation in place returns what it was called on, not what stands for it.
@@ -253,10 +257,10 @@ def _apply(op: Op, logits: DeferredLogits) -> Tensor:
         if new_meta is meta:
             return logits
         rows = cell.rows
-    fold = None if cell.fold is None else op.fold(cell.fold)
+    fold = None if cell.fold is None or (cell.fold.normalised and not op.after_softmax) else op.fold(cell.fold)
     new = Cell(cell.source, cell, op, rows, fold)
     if logits.requires_grad and torch.is_grad_enabled():
-        return Pending.apply(logits, op, (new, new_meta, logits if op.views else None))  # type: ignore[no-any-return, no-untyped-call]
+        return Pending.apply(logits, op, (new, new_meta, logits if op.views or op.needs_logits else None))  # type: ignore[no-any-return, no-untyped-call]
     return DeferredLogits.of(new, new_meta)
 
 
@@ -265,12 +269,20 @@ def _strided(op: Op, meta: Tensor, shape: torch.Size) -> Tensor:
     return op.on_meta(meta) if op.views else meta.new_empty(shape)
 
 
+def _are_log_probabilities(value: Any) -> bool:
+    """Whether that is deferred, and its negative log-likelihood the cross-entropy of the logits it was made from."""
+    if not isinstance(value, DeferredLogits) or not value.lc_is_lazy:
+        return False
+    fold = value._lc_cell.fold
+    return fold is not None and fold.normalised
+
+
 def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
     """PyTorch's cross-entropy over deferred logits: the model's patch answers."""
     logits = args[0] if args else kwargs["input"]
     if isinstance(logits, DeferredLogits):
         return logits._lc_cell.source.observer.answer(*args, **kwargs)  # type: ignore[no-any-return]
-    return torch.nn.functional.cross_entropy(*_plain(args, "cross_entropy"), **_plain(kwargs, "cross_entropy"))
+    return F.cross_entropy(*_plain(args, "cross_entropy"), **_plain(kwargs, "cross_entropy"))
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -238,3 +238,14 @@ def test_exported_models() -> None:
     program = torch.export.export(pair.deferred, (), {"input_ids": IDS, "use_cache": False}, strict=False)
     found = program.module()(input_ids=IDS, use_cache=False)
     torch.testing.assert_close(found.logits, pair.stock(input_ids=IDS).logits)
+
+
+def test_a_model_that_computes_log_probabilities_itself() -> None:
+    """Its loss is served where the log-probabilities need not be there either."""
+    stock, model = build("prophetnet"), liger_compat.patch(build("prophetnet"))
+    assert_same_as_stock(model, stock, **inputs(stock, IDS))
+    counters = liger_compat.report(model).counters
+    assert (counters.kernel_losses, counters.fused) == (1, 1)
+    for logits in ("keep", "overwrite"):
+        with pytest.raises(liger_compat.UnsupportedModelError, match="nll_loss, which only deferred logits pass by"):
+            liger_compat.patch(build("prophetnet"), logits=logits)

@@ -63,6 +63,13 @@ LAZY: dict[str, Callable[[Tensor], Any]] = {
     "chunk": lambda t: t.chunk(2, dim=0),
     "torch.split": lambda t: torch.split(t, [4, 12], 1),
     "contiguous": lambda t: t.contiguous(),
+    "transpose of rows": lambda t: t.transpose(0, 1),
+    "transpose of rows and flatten": lambda t: t.transpose(0, 1).contiguous().view(-1, 384),
+    "log_softmax": lambda t: F.log_softmax(t, dim=-1),
+    "log_softmax in FP32": lambda t: F.log_softmax(t.view(-1, 384), dim=1, dtype=torch.float32),
+    "log_softmax of columns": lambda t: t[..., :300].log_softmax(-1),
+    "log_softmax of a row": lambda t: torch.log_softmax(t, -1)[:, 3],
+    "log_softmax twice": lambda t: t.log_softmax(-1).log_softmax(-1),
     "detach": lambda t: t.detach(),
     "clone": lambda t: t.clone(),
     "clone of a slice": lambda t: t[:, 2:].clone(),
@@ -73,7 +80,6 @@ COMPUTED: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda t: t.sum(),
     "mean of a dimension": lambda t: t.mean(1),
     "softmax": lambda t: t.softmax(-1),
-    "log_softmax": lambda t: F.log_softmax(t, dim=-1),
     "log-probabilities": lambda t: t.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).squeeze(-1),
     "entropy": lambda t: -(t.softmax(-1) * t.log_softmax(-1)).sum(-1),
     "max": lambda t: t.max(-1),
@@ -125,7 +131,11 @@ COMPUTED: dict[str, Callable[[Tensor], Any]] = {
     "apply_": lambda t: t.detach().clone().apply_(lambda v: v + 1),
     "func.vmap": lambda t: torch.func.vmap(lambda row: row.sum(-1))(t.detach()),
     "cross-entropy of probabilities": lambda t: F.cross_entropy(t.view(-1, 384), torch.full((32, 384), 1 / 384)),
-    "nll": lambda t: F.nll_loss(F.log_softmax(t.view(-1, 384), -1), TARGET),
+    "nll of something else": lambda t: F.nll_loss(t.view(-1, 384), TARGET),
+    "nll after a scale": lambda t: F.nll_loss(F.log_softmax(t.view(-1, 384), -1) * 0.5, TARGET),
+    "loss after a scale": lambda t: F.cross_entropy(F.log_softmax(t.view(-1, 384), -1) * 0.5, TARGET),
+    "columns of log-probabilities": lambda t: F.cross_entropy(t.view(-1, 384).log_softmax(-1)[:, :350], TARGET),
+    "log_softmax of the rows": lambda t: t.log_softmax(1),
     "kl_div": lambda t: F.kl_div(F.log_softmax(t, -1), torch.full((2, 16, 384), 1 / 384), reduction="batchmean"),
     "dropout": lambda t: F.dropout(t, 0.0),
     "linear": lambda t: F.linear(t, torch.ones(2, 384)),
@@ -215,6 +225,33 @@ def test_a_loss_after_lazy_uses(use: str) -> None:
     assert pair.counters.fused == len(results)
     # Casts to 16 bits round; so does a product of fewer rows.
     pair.assert_same_gradients(2e-2 if any(word in use for word in ("float16", "dtype", "like", "type_as")) else 5e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_nll_of_log_probabilities_is_fused(weighted: bool, reduction: str) -> None:
+    pair = Pair.of()
+    weight = torch.linspace(0.5, 2, 384) if weighted else None
+    target = TARGET.masked_fill(TARGET % 5 == 0, -100)
+    losses = []
+    for model in pair.both():
+        rows = F.log_softmax(model(input_ids=IDS).logits.transpose(0, 1).contiguous().view(-1, 384), dim=-1)
+        losses.append(F.nll_loss(rows, target, weight, reduction=reduction))
+        losses[-1].mean().backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    pair.assert_nothing_computed()
+    assert pair.counters.fused == 1
+    pair.assert_same_gradients(5e-6)
+
+
+def test_log_probabilities_with_gradients() -> None:
+    """As losses of preferences compute them: computed once, and not again in backward."""
+    pair = Pair.of()
+    for model in pair.both():
+        chosen = model(input_ids=IDS).logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1))
+        (chosen * torch.linspace(-1, 1, 16).view(1, 16, 1)).sum().backward()
+    pair.assert_same_gradients(5e-6)
+    assert sum(pair.counters.materialised.values()) == 1
 
 
 @pytest.mark.parametrize("use", METADATA)

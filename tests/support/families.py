@@ -57,6 +57,18 @@ _T5 = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
+_PROPHETNET = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "encoder_ffn_dim": 128,
+    "num_encoder_layers": 2,
+    "num_encoder_attention_heads": 4,
+    "decoder_ffn_dim": 128,
+    "num_decoder_layers": 2,
+    "num_decoder_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "ngram": 2,
+}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -103,8 +115,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", _DECODER),
 }  # fmt: skip
 
-# Trained for a step, not to convergence: their text side is one of the above.
-VISION_LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
+# Trained for a step, not to convergence: their text side is one of the above, or not every mode serves them.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": (
         "LlavaForConditionalGeneration",
         {
@@ -113,9 +125,10 @@ VISION_LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", _QWEN_VL),
+    "prophetnet": ("ProphetNetForConditionalGeneration", _PROPHETNET),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _QWEN_VL),
 }
-_ALL = FAMILIES | VISION_LANGUAGE
+_ALL = FAMILIES | OTHERS
 
 
 def available(*wanted: str) -> list[str]:
