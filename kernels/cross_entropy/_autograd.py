@@ -24,7 +24,8 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: object) -> tuple[Tensor | 
     grad = None
     if grad_loss is not None and ctx.needs_input_grad[0]:
         if ctx.early:
-            grad = multiplied(*ctx.saved_tensors, grad_loss, ctx.options[-1])
+            (made,) = ctx.saved_tensors
+            grad = multiplied(made, grad_loss, ctx.options[-1])
         else:
             grad = _ops.cross_entropy_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
     return (grad, *[None] * 11)

@@ -149,13 +149,13 @@ def _log_softmax(logits: Tensor, dim: int | None = None, _stacklevel: int = 3, d
 
 
 def _swap_rows(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
-    dims = [_row_dim(logits, dim) for dim in args]
-    if kwargs or len(dims) != 2 or None in dims:
+    first, second = (_row_dim(logits, dim) for dim in args) if len(args) == 2 and not kwargs else (None, None)
+    if first is None or second is None:
         return None
-    return Rows(func, (args, kwargs), on_rows=partial(_transpose, *dims), views=True)
+    return Rows(func, (args, kwargs), on_rows=partial(_transpose, first=first, second=second), views=True)
 
 
-def _transpose(first: int, second: int, rows: Tensor) -> Tensor:
+def _transpose(rows: Tensor, first: int, second: int) -> Tensor:
     return rows.transpose(first, second)
 
 
