@@ -119,6 +119,23 @@ class LazyGradient(Tensor):
         return func(*_real(args), **_real(kwargs or {}))
 
 
+class OnceOnly(torch.autograd.Function):
+    """Gradients that were computed by a kernel, and cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *gradients: Tensor | None) -> Any:
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        msg = (
+            "double backward through a loss over deferred logits is not implemented: its gradient was asked for with "
+            'create_graph=True and is differentiated again. Use liger_compat.patch(model, logits="keep") and '
+            "torch.nn.functional.cross_entropy outside the model where that is needed."
+        )
+        raise NotImplementedError(msg)
+
+
 def _always(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 

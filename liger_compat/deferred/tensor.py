@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import reads, recognise
-from .gradient import Gradients, LazyGradient
+from .gradient import Gradients, LazyGradient, OnceOnly
+from .metadata import needs_no_values
 from .pending import Op, Rows, row_numbers
 from .source import Cell, Source, apply, product
 
@@ -70,7 +71,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if _needs_no_values(func, name):
+        if needs_no_values(func, name):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             return _without_lazy_gradients(result) if func is torch.autograd.grad else result
@@ -169,23 +170,6 @@ class HeadCall(torch.autograd.Function):
                 (grad.t() @ rows).to(weight.dtype) if wants_weight else None,
                 grad.sum(0).to(bias.dtype) if wants_bias and bias is not None else None,
             )
-
-
-class OnceOnly(torch.autograd.Function):
-    """Gradients that were computed by a kernel, and cannot be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *gradients: Tensor | None) -> Any:
-        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        msg = (
-            "double backward through a loss over deferred logits is not implemented: its gradient was asked for with "
-            'create_graph=True and is differentiated again. Use liger_compat.patch(model, logits="keep") and '
-            "torch.nn.functional.cross_entropy outside the model where that is needed."
-        )
-        raise NotImplementedError(msg)
 
 
 class Pending(torch.autograd.Function):
@@ -306,23 +290,6 @@ def _without_lazy_gradients(result: Any) -> Any:
     return tuple(value.lc_real() if isinstance(value, LazyGradient) else value for value in result)
 
 
-def _needs_no_values(func: Callable[..., Any], name: str) -> bool:
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _DATA_ATTRIBUTES
-    return func in _WITHOUT_VALUES or name == "__set__"
-
-
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
 _SHAPED_LIKE = {Tensor.view_as, Tensor.reshape_as}
-_DATA_ATTRIBUTES = {"names", "data", "real", "imag", "T", "mT", "H", "mH"}
-_WITHOUT_VALUES = {torch.autograd.grad, torch.autograd.backward, torch.is_floating_point, torch.is_complex, torch.numel} | {
-    getattr(Tensor, name)
-    for name in (
-        "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "__len__",
-        "is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_signed", "is_conj", "is_neg", "has_names",
-        "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward", "__hash__",
-        "is_same_size", "dim_order",
-    )
-    if hasattr(Tensor, name)
-}  # fmt: skip
