@@ -123,3 +123,16 @@ def test_a_head_that_is_called_by_its_user() -> None:
     logits = model.lm_head(hidden)
     F.cross_entropy(logits.flatten(0, 1), IDS.flatten()).backward()
     torch.testing.assert_close(logits.detach(), F.linear(hidden, model.lm_head.weight).detach())
+
+
+def test_a_dispatch_mode_keeps_the_logits() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    stock, model = build("llama"), liger_compat.patch(build("llama"), logits="overwrite")
+    with Passing():
+        assert_same_as_stock(model, stock, **inputs(stock, IDS))
+    assert liger_compat.report(model).counters.overwritten == 0

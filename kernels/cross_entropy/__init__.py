@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _ops, reference
-from ._autograd import OverwritingCrossEntropy
+from ._autograd import CrossEntropy
 from ._options import Options, accumulator_dtype
 from ._validation import require_plain, validate
 
@@ -51,7 +51,7 @@ def cross_entropy(
         loss_dtype: dtype of the returned loss. None for what PyTorch's function returns: the dtype of the logits, and FP32
             for 16-bit logits under autocast.
         overwrite: lets the gradient take the memory of `logits`, which are then unreadable. Ignored where no gradient is
-            needed and under torch.compile.
+            needed, and where something traces or a dispatch mode is on.
         backend: "triton", "reference", or None for Triton where it runs. LIGER_COMPAT_BACKEND sets the default.
 
     Returns:
@@ -85,25 +85,31 @@ def cross_entropy(
     )
     matrix = logits.movedim(1, -1) if logits.dim() > 2 else logits
     matrix = matrix.reshape(-1, matrix.shape[-1])
+    wanted = matrix.requires_grad and torch.is_grad_enabled()
     if transforms_are_active():
         loss = reference.composite(matrix, *call)
-    elif overwrite and matrix.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        problem = overwrite_problem(logits)
-        if problem is None and matrix.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
-            problem = f"no view of shape {tuple(logits.shape)} and strides {logits.stride()} is (N, V)"
-        if problem is not None:
-            msg = f"expected logits that can be overwritten, but {problem}"
-            raise ValueError(msg)
-        loss = OverwritingCrossEntropy.apply(matrix, *call, backend)  # type: ignore[no-untyped-call]
-    else:
-        wanted = matrix.requires_grad and torch.is_grad_enabled()
+    elif is_traced(matrix):
         loss, *_ = _ops.cross_entropy(matrix, *call[:-1], wanted, *call.options, backend)
+    elif wanted:
+        if overwrite:
+            _require_overwritable(logits, matrix)
+        loss = CrossEntropy.apply(matrix, *call, backend, overwrite)  # type: ignore[no-untyped-call]
+    else:
+        loss, *_ = _ops.compute(matrix, *call, backend, wanted=False)
     return finish(loss, logits, target, reduction, loss_dtype)
 
 
 def transforms_are_active() -> bool:
     """Whether torch.func or forward-mode AD looks on: a custom operator would have no rule for them."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_traced(logits: Tensor) -> bool:
+    """Whether somebody records the operators that are called, or answers them with tensors that have no memory."""
+    return torch.compiler.is_compiling() or type(logits) not in _PLAIN or torch._C._len_torch_dispatch_stack() > 0
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Call(NamedTuple):
@@ -162,6 +168,15 @@ def _loss_dtype(logits: Tensor) -> torch.dtype:
     if logits.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(logits.device.type):
         return torch.float32
     return logits.dtype
+
+
+def _require_overwritable(logits: Tensor, matrix: Tensor) -> None:
+    problem = overwrite_problem(logits)
+    if problem is None and matrix.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+        problem = f"no view of shape {tuple(logits.shape)} and strides {logits.stride()} is (N, V)"
+    if problem is not None:
+        msg = f"expected logits that can be overwritten, but {problem}"
+        raise ValueError(msg)
 
 
 def overwrite_problem(logits: Tensor) -> str | None:

@@ -36,8 +36,10 @@ def multiplied(grad: Tensor, grad_loss: Tensor, backend: str | None) -> Tensor:
 
     In its own memory, unless another backward pass may follow, which will need it as it is.
     """
-    if type(grad) is not Tensor or torch.is_grad_enabled():  # traced by torch.compile, or create_graph=True
+    if type(grad) is not Tensor:  # traced by torch.compile
         return _ops.scaled(grad, grad_loss)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():  # create_graph=True: the result must not look like a constant
+        return _ops.scaled(grad.detach().requires_grad_(), grad_loss)  # type: ignore[no-any-return]
     if graph_is_kept():
         grad = grad.clone()
     if grad.numel():
@@ -67,11 +69,10 @@ for _gradient in (_ops.cross_entropy_backward, _ops.scaled):
     _gradient.register_autograd(refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
-class OverwritingCrossEntropy(torch.autograd.Function):
-    """The loss, with the gradient of the logits kept in the logits' own memory.
+class CrossEntropy(torch.autograd.Function):
+    """The loss where nothing traces, without the host time of an operator.
 
-    That gradient is made in the forward pass and multiplied by the incoming one in backward, or made in backward, as that of
-    the operator.
+    With `overwrite`, the gradient of the logits takes their memory, in forward or, where it must wait, in backward.
     """
 
     @staticmethod
@@ -84,35 +85,36 @@ class OverwritingCrossEntropy(torch.autograd.Function):
         reduction: str,
         options: Options,
         backend: str | None,
+        overwrite: bool,
     ) -> Tensor:
         # An alias: callers may give `logits` other memory once the loss is known, as liger_compat's models do.
         buffer = logits.detach()
-        divisors = _ops.prepare(buffer, target, weight, divisor, reduction, options, backend)
-        kernel = _ops.implementation(backend, buffer)
-        ctx.early = _ops.makes_gradient_early(buffer, wanted=True, reduction=reduction)
+        ctx.options, ctx.overwrite = (*options, backend), overwrite
+        ctx.early = _ops.makes_gradient_early(logits, wanted=True, reduction=reduction)
+        loss, *statistics, grad = _ops.compute(
+            buffer, target, weight, divisor, reduction, options, backend, wanted=True, overwrite=overwrite
+        )
         if ctx.early:
-            loss, maximum, total = kernel.fused(buffer, buffer, target, weight, divisors, options)
-            ctx.save_for_backward(buffer)
+            ctx.save_for_backward(grad)
         else:
-            loss, maximum, total = kernel.row_losses(buffer, target, weight, options)
-            ctx.save_for_backward(buffer, target, weight, maximum, total, divisors)
-        # Kernels write unseen by autograd. This tells it, so that whoever saved the logits for a backward pass of their
-        # own gets PyTorch's error about an in-place change, not a wrong gradient.
-        torch.autograd.graph.increment_version(buffer)
-        ctx.options = (*options, backend)
-        return _ops.reduce(loss, maximum, total, divisors, reduction, options)
+            ctx.save_for_backward(buffer if overwrite else logits, target, weight, *statistics)
+        if overwrite:
+            # Kernels write unseen by autograd. This tells it, so that whoever saved the logits for a backward pass of
+            # their own gets PyTorch's error about an in-place change, not a wrong gradient.
+            torch.autograd.graph.increment_version(buffer)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: the gradient would look like a constant
-            refuse_double_backward(ctx)
-        buffer, *saved = ctx.saved_tensors
+        first, *saved = ctx.saved_tensors
         *options, backend = ctx.options
         if ctx.early:
-            grad = multiplied(buffer, grad_loss, backend)
-        elif graph_is_kept():
-            grad = _ops.cross_entropy_backward(grad_loss, buffer, *saved, *ctx.options)
-        else:
-            grad = buffer
+            grad = multiplied(first, grad_loss, backend)
+        elif ctx.overwrite and not graph_is_kept():
+            grad = first
             _ops.implementation(backend, grad).write_gradient(grad.data, grad_loss, grad, *saved, Options(*options))
-        return (grad, *[None] * 6)
+        else:
+            if torch.is_grad_enabled():
+                first = first.detach().requires_grad_()
+            grad = _ops.cross_entropy_backward(grad_loss, first, *saved, *ctx.options)
+        return (grad, *[None] * 7)

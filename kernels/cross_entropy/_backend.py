@@ -19,7 +19,7 @@ _TRITON_DEVICES = ("cuda", "xpu")  # ROCm builds of PyTorch call their devices c
 def triton_problem() -> str | None:
     """Why the Triton kernels cannot be loaded in this process, or None when they can."""
     try:
-        importlib.import_module("._launch", __package__)
+        _launchers()
     except Exception as error:  # Triton fails to import in many ways (missing driver, version clash), all final here
         return f"{type(error).__name__}: {error}"
     return None
@@ -82,6 +82,11 @@ def load(requested: str | None, device: torch.device) -> ModuleType:
     """The implementation for tensors on `device`: `reference`, or the launchers of the Triton kernels."""
     if choose(requested, device) == "reference":
         return reference
+    return _launchers()
+
+
+@cache
+def _launchers() -> ModuleType:
     return importlib.import_module("._launch", __package__)
 
 

@@ -22,7 +22,7 @@ def count_targets(target: Tensor, weight: Tensor | None, columns: int, options: 
     with _on_device_of(target):
         _kernels._ce_count_kernel[(1,)](
             target, target.stride(0), weight, divisors, valid, target.numel(), columns, options.ignore_index,
-            ACC=_triton_dtype(acc), BLOCK=COUNT_BLOCK,
+            HAS_WEIGHT=weight is not None, ACC=_triton_dtype(acc), BLOCK=COUNT_BLOCK,
         )  # fmt: skip
     return divisors, valid
 
@@ -33,7 +33,7 @@ def row_losses(logits: Tensor, target: Tensor, weight: Tensor | None, options: O
     with _on_device_of(logits):
         _kernels._ce_forward_kernel[(logits.shape[0],)](
             logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), *outputs,
-            logits.shape[1], options.ignore_index, **_constants(logits, logits, options),
+            logits.shape[1], options.ignore_index, **_constants(logits, logits, weight, options),
         )  # fmt: skip
     return outputs
 
@@ -54,7 +54,7 @@ def write_gradient(
         _kernels._ce_backward_kernel[(logits.shape[0],)](
             grad, *grad.stride(), grad_loss, _stride_or_zero(grad_loss), logits, *logits.stride(), target,
             target.stride(0), weight, _weight_sum(weight), maximum, total, divisors, logits.shape[1], options.ignore_index,
-            Z_LOSS=options.z_loss, **_constants(logits, grad, options),
+            Z_LOSS=options.z_loss, **_constants(logits, grad, weight, options),
         )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def fused(
     with _on_device_of(logits):
         _kernels._ce_fused_kernel[(logits.shape[0],)](
             grad, *grad.stride(), logits, *logits.stride(), target, target.stride(0), weight, _weight_sum(weight), divisors,
-            *outputs, logits.shape[1], options.ignore_index, Z_LOSS=options.z_loss, **_constants(logits, grad, options),
+            *outputs, logits.shape[1], options.ignore_index, Z_LOSS=options.z_loss, **_constants(logits, grad, weight, options),
         )  # fmt: skip
     return outputs
 
@@ -77,19 +77,22 @@ def rescale(grad: Tensor, grad_loss: Tensor) -> None:
     with _on_device_of(grad):
         _kernels._ce_rescale_kernel[(grad.shape[0],)](
             grad, *grad.stride(), grad_loss, _stride_or_zero(grad_loss), grad.shape[1],
-            WIDE=_is_wide(grad), ACC=_triton_dtype(accumulator_dtype(grad)), BLOCK=launch.block, num_warps=launch.warps,
+            WIDE=_is_wide(grad), ACC=_triton_dtype(accumulator_dtype(grad)),
+            BLOCK=launch.block, LANES=launch.lanes, num_warps=launch.warps,
         )  # fmt: skip
 
 
-def _constants(logits: Tensor, grad: Tensor, options: Options) -> dict[str, Any]:
+def _constants(logits: Tensor, grad: Tensor, weight: Tensor | None, options: Options) -> dict[str, Any]:
     launch = launch_for(logits.shape[1])
     return {
         "LABEL_SMOOTHING": options.label_smoothing,
         "LOGIT_SCALE": options.logit_scale,
         "SOFTCAP": options.softcap,
+        "HAS_WEIGHT": weight is not None,
         "WIDE": _is_wide(logits) or _is_wide(grad),
         "ACC": _triton_dtype(accumulator_dtype(logits)),
         "BLOCK": launch.block,
+        "LANES": launch.lanes,
         "num_warps": launch.warps,
     }
 

@@ -14,6 +14,39 @@ calls = 0
 _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str? backend"
 
 
+def compute(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    divisor: Tensor | None,
+    reduction: str,
+    options: Options,
+    backend: str | None,
+    *,
+    wanted: bool,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss (() or, unreduced, (N,)), maximum and sum of each row's softmax (N,), divisors (2,), gradient of the logits.
+
+    All but the gradient in the accumulator's dtype. The gradient, for an incoming gradient of 1, is made here where it is
+    `wanted`, so that what happens to the logits afterwards cannot change it; it is empty where it must wait for backward.
+    With `overwrite` it takes the memory of the logits.
+
+    `logits` (N, V) of any strides, `target` (N,) int64, `weight` (V,) and `divisor` () in the accumulator's dtype.
+    """
+    divisors = prepare(logits, target, weight, divisor, reduction, options, backend)
+    kernel = implementation(backend, logits)
+    early = makes_gradient_early(logits, wanted, reduction)
+    grad = logits
+    if not (early and overwrite):
+        grad = torch.empty(logits.shape if early else 0, dtype=logits.dtype, device=logits.device)
+    if early:
+        loss, maximum, total = kernel.fused(grad, logits, target, weight, divisors, options)
+    else:
+        loss, maximum, total = kernel.row_losses(logits, target, weight, options)
+    return reduce(loss, maximum, total, divisors, reduction, options), maximum, total, divisors, grad
+
+
 @torch.library.custom_op(
     "liger_compat::cross_entropy",
     mutates_args=(),
@@ -34,23 +67,9 @@ def cross_entropy(
     z_loss: float,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss (() or, unreduced, (N,)), maximum and sum of each row's softmax (N,), divisors (2,), gradient of the logits.
-
-    All but the gradient in the accumulator's dtype. The gradient, for an incoming gradient of 1, is made here where it is
-    `wanted`, so that what happens to the logits afterwards cannot change it; it is empty where it must wait for backward.
-
-    `logits` (N, V) of any strides, `target` (N,) int64, `weight` (V,) and `divisor` () in the accumulator's dtype.
-    """
+    """`compute`, opaque to whatever traces."""
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    divisors = prepare(logits, target, weight, divisor, reduction, options, backend)
-    kernel = implementation(backend, logits)
-    early = makes_gradient_early(logits, wanted, reduction)
-    grad = torch.empty(logits.shape if early else 0, dtype=logits.dtype, device=logits.device)
-    if early:
-        loss, maximum, total = kernel.fused(grad, logits, target, weight, divisors, options)
-    else:
-        loss, maximum, total = kernel.row_losses(logits, target, weight, options)
-    return reduce(loss, maximum, total, divisors, reduction, options), maximum, total, divisors, grad
+    return compute(logits, target, weight, divisor, reduction, options, backend, wanted=wanted)
 
 
 @cross_entropy.register_fake

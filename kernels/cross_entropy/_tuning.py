@@ -4,17 +4,20 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched: columns a tile, warps a program."""
+    """How one kernel is launched."""
 
     block: int
+    """Columns a tile; rows that are longer are walked tile by tile."""
     warps: int
+    lanes: int = 8
+    """Neighbouring columns that a thread takes together: 16 bytes of 16-bit logits."""
 
 
-# Rows longer than a tile are walked tile by tile. See kernels/README.md for what was measured.
+# See kernels/README.md for what was measured.
 _BY_COLUMNS = (
     (1024, Launch(1024, 4)),
     (4096, Launch(4096, 8)),
-    (16384, Launch(8192, 16)),
+    (65536, Launch(8192, 16)),
 )
 _LONGEST = Launch(16384, 32)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..counters import Counters
 from ..deferred import DeferredLogits, can_fuse
-from ..kernels import overwrite_problem
+from ..kernels import is_traced, overwrite_problem
 from ..loss import cross_entropy, torch_cross_entropy_problem
 from ..tracking import Family, family_of, plain_alias
 from . import running
@@ -117,6 +117,8 @@ class Settings:
             problem = "they do not come from the output head as it returned them"
         elif not rows or not logits.is_contiguous() or logits.dtype is torch.float64:
             problem = "the kernel works on a copy of them"
+        elif is_traced(logits):
+            problem = "a dispatch mode of torch is on"
         elif problem is None:
             problem = family.sharing_problem(logits)
         if problem is not None:

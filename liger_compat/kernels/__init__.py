@@ -1,7 +1,7 @@
 """The kernels of liger_compat, by name. Their sources are under kernels/ at the root of the repository."""
 
 try:
-    from .cross_entropy import cross_entropy, overwrite_problem
+    from .cross_entropy import cross_entropy, is_traced, overwrite_problem
 except ModuleNotFoundError as error:  # pragma: no cover  # a checkout that was not installed
     if error.name != f"{__name__}.cross_entropy":
         raise
@@ -32,6 +32,7 @@ __all__ = [
     "device_problem",
     "gradient_of_logits",
     "is_plain",
+    "is_traced",
     "linear_cross_entropy",
     "losses_computed",
     "multiplied",

@@ -38,6 +38,7 @@ for name, value in vars(_kernels).items():
             "LABEL_SMOOTHING": 0.1 * options, "LOGIT_SCALE": 0.5 if options else 1.0, "SOFTCAP": 30.0 * options,
             "Z_LOSS": 0.1 * options,
             "HAS_WEIGHT": weighted, "WIDE": wide, "ACC": tl.float64 if dtype == "fp64" else tl.float32, "BLOCK": 1024,
+            "LANES": 8,
         }
         if not weighted:
             constants |= {"weight_ptr": None, "weight_sum_ptr": None}
