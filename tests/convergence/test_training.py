@@ -1,9 +1,13 @@
 """32 steps of training on real text, unpatched beside patched: everything that a step computes is compared."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 import liger_compat
 from compare import BOUNDS, distance, distances
@@ -21,6 +25,23 @@ def stock(family: str, dtype: torch.dtype, device: torch.device) -> Trace:
     return trace
 
 
+@cache
+def rounded_otherwise(family: str, dtype: torch.dtype, device: torch.device) -> Trace:
+    """The unpatched run with its cross-entropy computed in FP64: as right as stock, and apart from it by rounding.
+
+    A unit of rounding may turn a ReLU or choose another expert, and training makes that larger. How far two right runs are
+    apart after that is a property of the model, not of a kernel.
+    """
+
+    def cross_entropy(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch_cross_entropy(logits.double(), *args, **kwargs).to(logits.dtype)
+
+    torch_cross_entropy = F.cross_entropy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "cross_entropy", cross_entropy)
+        return train(build(family, dtype=dtype).to(device))
+
+
 @pytest.mark.parametrize("logits", ["defer", "keep", "overwrite"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", available())
@@ -29,15 +50,20 @@ def test_trains_as_stock(family: str, dtype: str, logits: str, device: torch.dev
         pytest.skip(f"na: {problem}")
     expected = stock(family, DTYPES[dtype], device)
     bounds = BOUNDS[DTYPES[dtype]]
+
+    def is_close(measure: Callable[[Trace], float], bound: float) -> bool:
+        found_distance = measure(found)
+        return found_distance <= bound or found_distance <= 2 * measure(rounded_otherwise(family, DTYPES[dtype], device))
+
     model = liger_compat.patch(build(family, dtype=DTYPES[dtype]).to(device), logits=logits)
     overwritten = liger_compat.report(model).logits == "overwrite" and not _copies_logits(family, dtype)
     found = train(model, read_logits=not overwritten)
 
     assert found.kernel_losses == STEPS
     assert liger_compat.report(model).counters.kernel_losses == STEPS
-    assert max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True)) <= bounds.loss
-    assert distances(found.gradients, expected.gradients) <= bounds.tensors
-    assert distances(found.parameters, expected.parameters) <= bounds.tensors
+    assert is_close(lambda run: max(abs(a / b - 1) for a, b in zip(run.losses, expected.losses, strict=True)), bounds.loss)
+    assert is_close(lambda run: distances(run.gradients, expected.gradients), bounds.tensors)
+    assert is_close(lambda run: distances(run.parameters, expected.parameters), bounds.tensors)
     if overwritten:
         with pytest.raises(liger_compat.OverwrittenLogitsError, match="overwrite"):
             found.output.logits.sum()
@@ -50,8 +76,8 @@ def test_trains_as_stock(family: str, dtype: str, logits: str, device: torch.dev
     else:
         assert type(found.output.logits) is torch.Tensor
     assert torch.equal(found.logits_before, found.logits_after), "backward() changed outputs.logits"
-    assert distance(found.logits_before, expected.logits_before) <= bounds.tensors
-    assert distance(found.logits_grad, expected.logits_grad) <= bounds.tensors
+    assert is_close(lambda run: distance(run.logits_before, expected.logits_before), bounds.tensors)
+    assert is_close(lambda run: distance(run.logits_grad, expected.logits_grad), bounds.tensors)
 
 
 @cache
