@@ -43,7 +43,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests on the newest transformers that this Python can run, the Triton kernels in Triton's interpreter."""
-    cell = _set_up(session, NEWEST, "accelerate", "peft")
+    cell = _set_up(session, NEWEST, "accelerate", "peft", *_group("matrix"))
     _pytest(session, cell, "tests", *session.posargs)
 
 
@@ -67,6 +67,13 @@ def sweep(session: nox.Session, transformers: str) -> None:
     with session.chdir(folder):
         session.run("python", "-m", "matrix.sweep.run", str(out), env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     session.run("python", "-m", "matrix.sweep.compare", str(out), *session.posargs)
+
+
+@nox.session
+def scan(session: nox.Session) -> None:
+    """Name the commits of upstream that change what we rely on: nox -s scan -- A..B, in a clone (see CONTRIBUTING.md)."""
+    session.install("packaging", *_group("matrix"))
+    session.run("python", "-m", "matrix", "scan", *session.posargs)
 
 
 @nox.session
