@@ -42,7 +42,7 @@ def cross_entropy(
         "num_items_in_batch": num_items_in_batch,
     }
     if isinstance(logits, DeferredLogits):
-        if logits.dim() <= 2 and can_fuse(logits) and softcap is None and logit_scale == 1.0:
+        if logits.dim() <= 2 and can_fuse(logits, z_loss=z_loss) and softcap is None and logit_scale == 1.0:
             call = make_call(logits, target, weight, **options)
             settings = ChunkSettings(call.options, backend, logits.dtype, chunk_bytes)
             matrix: Any = logits.reshape(-1, logits.shape[-1])

@@ -28,10 +28,12 @@ class Replacement:
         return cls(path, name, ours, vars(owner).get(name), name not in vars(owner))
 
     def check(self, model: nn.Module) -> None:
-        """Raises PatchReplacedError unless the attribute is still ours, or was deleted."""
-        owner = model.get_submodule(self.path)
-        found: Any = vars(owner).get(self.name, self.ours)
-        if found is not self.ours:
+        """Raises PatchReplacedError unless the attribute is still ours, or was deleted (with its module, perhaps)."""
+        if self._owner(model) is not None:
+            return
+        owner = dict(model.named_modules()).get(self.path)
+        found: Any = None if owner is None else vars(owner).get(self.name)
+        if found is not None:
             msg = (
                 f"{type(owner).__name__}.{self.name} was set by liger_compat and has been replaced since, by {found!r}. "
                 "Undo that first; nothing was changed."
@@ -40,8 +42,14 @@ class Replacement:
 
     def undo(self, model: nn.Module) -> None:
         """Restores `vars` of the module as it was."""
-        attributes = vars(model.get_submodule(self.path))
+        owner = self._owner(model)
+        if owner is None:
+            return
         if self.inherited:
-            attributes.pop(self.name, None)
+            del vars(owner)[self.name]
         else:
-            attributes[self.name] = self.theirs
+            vars(owner)[self.name] = self.theirs
+
+    def _owner(self, model: nn.Module) -> nn.Module | None:
+        """The module whose attribute is ours, wherever in the model it is by now: libraries wrap modules."""
+        return next((module for module in model.modules() if vars(module).get(self.name) is self.ours), None)

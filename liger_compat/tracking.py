@@ -102,8 +102,12 @@ class TrackedLogits(Tensor):
             if getattr(func, "__name__", "") in _ESCAPES:
                 family.escaped_by = func.__name__
             for tensor in result if isinstance(result, tuple | list) else (result,):
-                if type(tensor) is Tensor and (func in _FOLLOWED or (family.overwrites and _is_alias(tensor, args))):
+                if type(tensor) is not Tensor:
+                    continue
+                if func in _FOLLOWED or (family.overwrites and _is_alias(tensor, args)):
                     family.adopt(tensor)
+                elif tensor.requires_grad:  # its node may have saved the logits, which no count of the storage shows
+                    family.escaped_by = getattr(func, "__name__", str(func))
         return result
 
     # Copies and files hold plain tensors, never this class.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import liger_compat
-from compare import assert_same_as_stock
+from compare import assert_same_as_stock, distances, gradients
 from families import build, inputs
 from liger_compat.tracking import OverwrittenLogits, TrackedLogits
 
@@ -135,4 +135,15 @@ def test_a_dispatch_mode_keeps_the_logits() -> None:
     stock, model = build("llama"), liger_compat.patch(build("llama"), logits="overwrite")
     with Passing():
         assert_same_as_stock(model, stock, **inputs(stock, IDS))
+    assert liger_compat.report(model).counters.overwritten == 0
+
+
+@pytest.mark.parametrize("use", [lambda t: t.square().mean(), lambda t: t.logsumexp(-1).mean(), lambda t: t.std()])
+def test_a_node_that_saved_the_logits_keeps_them(use: Callable[[Tensor], Tensor]) -> None:
+    stock, model = build("llama"), liger_compat.patch(build("llama"), logits="overwrite")
+    for each in (stock, model):
+        made: list[Tensor] = []
+        each.lm_head.register_forward_hook(lambda head, args, output, made=made: made.append(use(output)))
+        (each(**inputs(stock, IDS)).loss + made[0]).backward()
+    assert distances(gradients(model), gradients(stock)) < 1e-5
     assert liger_compat.report(model).counters.overwritten == 0

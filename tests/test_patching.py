@@ -158,6 +158,43 @@ def test_undo_after_the_wrapper_was_deleted() -> None:
     assert snapshot(model) == before
 
 
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_undo_after_an_inner_model_was_wrapped_or_removed(removed: bool) -> None:
+    if not inspect_upstream().loss_settable:
+        pytest.skip("na: this transformers has no setter for the loss")
+
+    class Around(transformers.LlamaForCausalLM):
+        pass
+
+    model = Around(build("llama").config)
+    model.inner = build("llama")
+    liger_compat.patch(model)
+    inner = model.inner
+    assert "_loss_function" in vars(inner)
+    if removed:
+        del model.inner
+    else:
+        model.inner = Wrapped(inner)
+    liger_compat.unpatch(model)
+    assert "_loss_function" not in vars(model)
+    assert removed or "_loss_function" not in vars(inner)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
+def test_a_compiled_forward_is_served(recwarn: pytest.WarningsRecorder) -> None:
+    torch._dynamo.reset()
+    model = liger_compat.patch(build("llama"))
+    model.forward = torch.compile(model.forward, backend="eager")
+    model(**inputs(model, IDS))
+    assert not [warning for warning in recwarn if warning.category is liger_compat.UnservedLossWarning]
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_defaults_of_torch_do_not_matter(default: torch.dtype) -> None:
     upstream._known.cache_clear()

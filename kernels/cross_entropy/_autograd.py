@@ -40,6 +40,8 @@ def multiplied(grad: Tensor, grad_loss: Tensor, backend: str | None) -> Tensor:
         return _ops.scaled(grad, grad_loss)  # type: ignore[no-any-return]
     if torch.is_grad_enabled():  # create_graph=True: the result must not look like a constant
         return _ops.scaled(grad.detach().requires_grad_(), grad_loss)  # type: ignore[no-any-return]
+    if "Batched" in str(torch._C._dispatch_keys(grad_loss)):  # is_grads_batched=True, whose tensors have no name in Python
+        return torch.where(grad == 0, 0, grad * grad_loss).to(grad.dtype)
     if graph_is_kept():
         grad = grad.clone()
     if grad.numel():

@@ -201,5 +201,6 @@ def _ce_rescale_kernel(
         grad_ptr += row * grad_stride_row
         for start in range(0, V, BLOCK):
             cols, offsets = _columns(start, grad_stride_col, BLOCK, LANES, WIDE)
-            d = tl.load(grad_ptr + offsets, mask=cols < V, other=0.0).to(ACC) * grad_loss
+            d = tl.load(grad_ptr + offsets, mask=cols < V, other=0.0).to(ACC)
+            d = tl.where(d == 0.0, 0.0, d * grad_loss)  # zeros of ignored rows stay, also by inf
             tl.store(grad_ptr + offsets, d.to(grad_ptr.dtype.element_ty), mask=cols < V)

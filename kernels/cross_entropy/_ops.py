@@ -94,7 +94,7 @@ def makes_gradient_early(logits: Tensor, wanted: bool, reduction: str) -> bool:
 def scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
     """A gradient (..., V) times the incoming one, () or (N,), rounded once, in new memory."""
     factor = grad_loss.unsqueeze(1) if grad_loss.dim() else grad_loss
-    return (grad.to(accumulator_dtype(grad)) * factor).to(grad.dtype)
+    return torch.where(grad == 0, 0, grad.to(accumulator_dtype(grad)) * factor).to(grad.dtype)
 
 
 @scaled.register_fake

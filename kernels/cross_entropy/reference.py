@@ -66,12 +66,13 @@ def fused(
 
 
 def rescale(grad: Tensor, grad_loss: Tensor) -> None:
-    """Multiplies a gradient (N, V) by the incoming one, () or (N,), in place."""
+    """Multiplies a gradient (N, V) by the incoming one, () or (N,), in place. Zeros stay, of ignored rows, also by inf."""
     if grad_loss.device.type == "cpu" and (grad_loss == 1).all():
         return  # as the kernel finds out on the device
     grad_loss = grad_loss.expand(grad.shape[0]).unsqueeze(1)
     for rows in _chunks(grad):
-        grad[rows] = grad[rows].to(accumulator_dtype(grad)) * grad_loss[rows]
+        part = grad[rows].to(accumulator_dtype(grad))
+        grad[rows] = torch.where(part == 0, 0, part * grad_loss[rows])
 
 
 def composite(

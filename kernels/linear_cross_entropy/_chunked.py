@@ -78,8 +78,10 @@ def forward(operands: Operands, divisor: Tensor | None, reduction: str, settings
             if gradients is None:
                 results = kernel.row_losses(logits, target[rows], class_weight, options)
             else:
-                results = kernel.fused(logits, logits, target[rows], class_weight, divisors, options)
-                _accumulate(gradients, logits, h, w, rows)
+                grad = _memory_for_gradient(logits)
+                results = kernel.fused(grad, logits, target[rows], class_weight, divisors, options)
+                _accumulate(gradients, grad, h, w, rows)
+                del grad
             loss[rows], maximum[rows], total[rows] = results
             del logits  # before the next chunk is made
         loss = _ops.reduce(loss, maximum, total, divisors, reduction, options)
@@ -106,8 +108,9 @@ def backward(
             h = hidden[rows].to(settings.compute_dtype)
             logits = torch.nn.functional.linear(h, w, b)
             kernel = _ops.implementation(settings.backend, logits)
+            grad = _memory_for_gradient(logits)
             kernel.write_gradient(
-                logits,
+                grad,
                 grad_rows[rows],
                 logits,
                 target[rows],
@@ -117,9 +120,14 @@ def backward(
                 divisors,
                 settings.options,
             )
-            _accumulate(gradients, logits, h, w, rows)
-            del logits  # before the next chunk is made
+            _accumulate(gradients, grad, h, w, rows)
+            del logits, grad  # before the next chunk is made
         return _finish(gradients, bias)
+
+
+def _memory_for_gradient(logits: Tensor) -> Tensor:
+    """That of the chunk itself; not where a dispatch mode may keep what operators return (selective checkpointing does)."""
+    return torch.empty_like(logits) if torch._C._len_torch_dispatch_stack() > 0 else logits
 
 
 def _allocate(operands: Operands, wanted: Wanted) -> Gradients:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .. import inspection
 from ..counters import Counters
-from ..deferred import DeferredLogits, defer, mark, unmark
+from ..deferred import DeferredLogits, defer, mark, unmark, unmark_last
 from ..kernels.cross_entropy import transforms_are_active
 from ..kernels.linear_cross_entropy import compute_dtype
 from ..tracking import family_of
@@ -104,6 +104,8 @@ class TrackLogits(Hook):
             return
         if args:
             unmark(args[0])
+        if unmark_last():
+            self.settings.step_aside("logits not deferred: another hook has changed the input of the head")
         family = family_of(output)
         if family is not None:  # a head inside a head (PEFT wraps them): the outermost one answers
             family.answer = self.settings.answer

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass, field
 
+from ..kernels import losses_computed
 from ..tracking import Family
 
 
@@ -14,6 +15,8 @@ class Forward:
     """Of the patch."""
     served: bool = False
     """Whether the kernel has computed a loss in it."""
+    losses_before: int = field(default_factory=losses_computed)
+    """Of the process: a forward that is compiled computes its loss unseen."""
     families: list[Family] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     """Why something ran as in stock transformers, last one last."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnservedLossWarning
+from ..kernels import losses_computed
 from . import running
 from .head import Hook
 from .settings import Settings
@@ -38,7 +39,8 @@ class Finish(Hook):
             return
         for family in forward.families:
             family.release()
-        if kwargs.get("labels") is not None and not forward.served and _has_loss(output):
+        served = forward.served or losses_computed() > forward.losses_before
+        if kwargs.get("labels") is not None and not served and _has_loss(output):
             self.settings.step_aside("a loss was computed without the kernel")
             why = forward.reasons[-1] if forward.reasons else "it was not reached"
             msg = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .pending import Op
 from .source import apply, product
@@ -79,7 +80,7 @@ class LazyGradient(Tensor):
     _lc_finished: Finished | Sum
     _lc_done: int
     """How many of the pending operations had been applied to these logits."""
-    _lc_real: Tensor | None
+    _lc_seen: "_Seen"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -88,8 +89,13 @@ class LazyGradient(Tensor):
         """A gradient of the shape and dtype of `meta`."""
         with torch._C.DisableTorchFunctionSubclass():
             self: LazyGradient = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=device)
-        self._lc_finished, self._lc_done, self._lc_real = finished, done, None
+        self._lc_finished, self._lc_done, self._lc_seen = finished, done, _Seen()
         return self
+
+    @property
+    def lc_is_edited(self) -> bool:
+        """Whether somebody has written into the gradient, or may have, which then is no longer what was finished."""
+        return self._lc_seen.edited
 
     def lc_before(self, meta: Tensor) -> "LazyGradient":
         """The gradient of the logits, of the shape and dtype of `meta`, that the last of those operations was applied to."""
@@ -103,37 +109,66 @@ class LazyGradient(Tensor):
         """The gradient itself, computed once; or that of the logits after fewer operations."""
         if done is not None and done != self._lc_done:
             return self._lc_finished.of_logits(done)
-        if self._lc_real is None:
-            self._lc_real = self._lc_finished.of_logits(self._lc_done).view(self.shape)
-        return self._lc_real
+        if self._lc_seen.value is None:
+            self._lc_seen.value = self._lc_finished.of_logits(self._lc_done).view(self.shape)
+        return self._lc_seen.value
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0] if args else None
         if isinstance(first, LazyGradient):
             if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == tuple(first.shape)):
-                return LazyGradient.of(first, first.device, first._lc_finished, first._lc_done)
+                alias = LazyGradient.of(first, first.device, first._lc_finished, first._lc_done)
+                alias._lc_seen = first._lc_seen
+                return alias
             other = args[1] if func is torch.ops.aten.add.Tensor and not kwargs else None
-            if isinstance(other, LazyGradient) and other.shape == first.shape:
+            if (
+                isinstance(other, LazyGradient)
+                and other.shape == first.shape
+                and not (first.lc_is_edited or other.lc_is_edited)
+            ):
                 return LazyGradient.of(first, first.device, Sum((first, other)), first._lc_done)
-        return func(*_real(args), **_real(kwargs or {}))
+        result = func(*_real(args), **_real(kwargs or {}))
+        # Below autograd no version is counted. Who writes, or gets a view that can be written into, is taken to have written.
+        for lazy in (each for each in (*args, *(kwargs or {}).values()) if isinstance(each, LazyGradient)):
+            value = lazy.lc_real()
+            if func._schema.is_mutable or any(_share_memory(part, value) for part in tree_leaves(result)):
+                lazy._lc_seen.edited = True
+        return result
 
 
-class OnceOnly(torch.autograd.Function):
-    """Gradients that were computed by a kernel, and cannot be differentiated again."""
+@dataclass
+class _Seen:
+    """The real gradient once somebody has looked at it; shared by aliases."""
+
+    value: Tensor | None = None
+    edited: bool = False
+
+
+def _share_memory(part: Any, value: Tensor) -> bool:
+    return isinstance(part, Tensor) and part.untyped_storage()._cdata == value.untyped_storage()._cdata
+
+
+class Refuse(torch.autograd.Function):
+    """A gradient that was computed without a graph, as a tensor that cannot be differentiated: it must not look constant."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *gradients: Tensor | None) -> Any:
-        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         msg = (
-            "double backward through a loss over deferred logits is not implemented: its gradient was asked for with "
-            'create_graph=True and is differentiated again. Use liger_compat.patch(model, logits="keep") and '
-            "torch.nn.functional.cross_entropy outside the model where that is needed."
+            "double backward through deferred logits is not implemented: a gradient was asked for with create_graph=True and "
+            'is differentiated again. Use liger_compat.patch(model, logits="keep"), and torch.nn.functional.cross_entropy '
+            "outside the model, where that is needed."
         )
         raise NotImplementedError(msg)
+
+
+def refuse_to_differentiate(gradient: Tensor) -> Tensor:
+    """The same gradient, which raises NotImplementedError when it is differentiated."""
+    return Refuse.apply(gradient.detach().requires_grad_())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _always(tensor: Tensor) -> Callable[[], Tensor]:

@@ -4,6 +4,7 @@ The head's own forward runs, so whatever a library does there (gather, move or c
 nothing else reads the weight. The class is assigned and taken back: the tensor is the caller's own.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ def mark(hidden: Tensor, answer: Answer) -> None:
     marked: Any = hidden
     marked.__class__ = HeadInput
     marked._lc_answer = answer
+    _last.marked = hidden
 
 
 def unmark(hidden: Any) -> None:
@@ -51,6 +53,23 @@ def unmark(hidden: Any) -> None:
     if type(hidden) is HeadInput:
         del hidden._lc_answer
         hidden.__class__ = Tensor  # type: ignore[assignment]
+        if _last.marked is hidden:
+            _last.marked = None
+
+
+def unmark_last() -> bool:
+    """Makes what was marked last on this thread plain again; whether it still was marked: no head has seen it."""
+    marked, _last.marked = _last.marked, None
+    still = type(marked) is HeadInput
+    unmark(marked)
+    return still
+
+
+class _Last(threading.local):
+    marked: Tensor | None = None
+
+
+_last = _Last()
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # noqa: A002

@@ -8,15 +8,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels import Operands, chunked_backward, chunked_forward, gradient_of_logits, multiplied
-from .gradient import Finished, LazyGradient
+from .gradient import Finished, LazyGradient, refuse_to_differentiate
 from .pending import Fold
 from .source import Cell, Witness
 from .tensor import DeferredLogits
 
 
-def can_fuse(logits: Tensor) -> bool:
+def can_fuse(logits: Tensor, *, z_loss: float = 0.0) -> bool:
     """Whether `cross_entropy` can serve these logits."""
-    return isinstance(logits, DeferredLogits) and logits.lc_is_lazy and logits._lc_cell.fold is not None
+    if not isinstance(logits, DeferredLogits) or not logits.lc_is_lazy:
+        return False
+    fold = logits._lc_cell.fold
+    return fold is not None and not (fold.normalised and z_loss)  # log-probabilities have a log-sum-exp of 0
 
 
 def cross_entropy(
@@ -56,7 +59,6 @@ class Loss(torch.autograd.Function):
         )
         ctx.meta, ctx.settings, ctx.folded, ctx.ops, ctx.wanted = logits._lc_meta, settings, folded, cell.ops, source.wanted
         ctx.early = result.gradients is not None
-        source.fused.append(True)
         loss: Tensor = result.loss
         return loss
 
@@ -85,7 +87,11 @@ class Loss(torch.autograd.Function):
                 backend=ctx.settings.backend,
             ),
         )
-        return LazyGradient.of(ctx.meta, grad_loss.device, finished, len(ctx.ops)), *[None] * 5
+        if torch.is_grad_enabled():  # create_graph=True
+            gradient = refuse_to_differentiate(finished.of_logits(len(ctx.ops)).view(ctx.meta.shape))
+        else:
+            gradient = LazyGradient.of(ctx.meta, grad_loss.device, finished, len(ctx.ops))
+        return gradient, *[None] * 5
 
 
 def _forward(

@@ -9,11 +9,26 @@ from torch import Tensor
 
 def needs_no_values(func: Callable[..., Any], name: str) -> bool:
     """Whether a call on a tensor, by its function and its name, is about shape, dtype or history only."""
-    if name == "__get__":
+    if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _DATA_ATTRIBUTES
-    return func in _WITHOUT_VALUES or name == "__set__"
+    return func in _WITHOUT_VALUES
 
 
+def is_about_gradients(func: Callable[..., Any]) -> bool:
+    """Whether such a call looks at, asks for or waits for the gradient of a tensor."""
+    return func in _ABOUT_GRADIENTS
+
+
+_ABOUT_GRADIENTS = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    Tensor.backward,
+    Tensor.register_hook,
+    Tensor.retain_grad,
+    Tensor.grad.__get__,  # type: ignore[attr-defined]
+    Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+}
 _DATA_ATTRIBUTES = {"names", "data", "real", "imag", "T", "mT", "H", "mH"}
 _WITHOUT_VALUES = {torch.autograd.grad, torch.autograd.backward, torch.is_floating_point, torch.is_complex, torch.numel} | {
     getattr(Tensor, name)

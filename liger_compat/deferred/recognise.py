@@ -46,7 +46,7 @@ def recognise(
     if func in _CASTS or func in (Tensor.to, Tensor.type, Tensor.type_as):
         return _cast(func, logits, device, args, kwargs)
     if func in _LOG_SOFTMAX:
-        return _log_softmax(logits, *args, **kwargs)
+        return _log_softmax(logits, device, *args, **kwargs)
     if func in _RESHAPES:
         return _reshape(func, logits, args, kwargs)
     if func is Tensor.__getitem__:
@@ -139,10 +139,15 @@ def _add_bias(func: Callable[..., Any], logits: Tensor, other: Any) -> Op | None
         return None
     if other.dim() > logits.dim() or other.shape[-1:] != logits.shape[-1:] or other.numel() != logits.shape[-1]:
         return None
-    return AddBias(func, ((other,), {}), other)
+    bias = other.detach().clone()  # its owner may write into it before these logits are read
+    return AddBias(func, ((bias,), {}), bias)
 
 
-def _log_softmax(logits: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Op | None:
+def _log_softmax(
+    logits: Tensor, device: torch.device, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Op | None:
+    if dtype is None and device.type != "cpu" and torch.is_autocast_enabled(device.type) and logits.dtype.itemsize == 2:
+        dtype = torch.float32  # autocast's own rule, on every device but the CPU
     if dim not in (-1, logits.dim() - 1) or dtype not in (None, logits.dtype, torch.float32):
         return None
     return LogSoftmax(torch.log_softmax, ((-1,), {"dtype": dtype}))
@@ -172,7 +177,8 @@ def _reshape(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kw
 
 
 def _index(logits: Tensor, key: Any) -> Op | None:
-    keys = key if isinstance(key, tuple) else (key,)
+    keys = tuple(k.clone() if type(k) is Tensor else k for k in (key if isinstance(key, tuple) else (key,)))
+    key = keys if isinstance(key, tuple) else keys[0]
     if not all(k is Ellipsis or type(k) in (int, slice) or _is_index(k) for k in keys):
         return None
     used = sum(k.dim() if isinstance(k, Tensor) and k.dtype is torch.bool else 1 for k in keys if k is not Ellipsis)
@@ -203,6 +209,8 @@ def _select(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kwa
     dim = _row_dim(logits, args[0] if args else kwargs.get("dim"))
     if dim is None:
         return None
+    args = tuple(value.clone() if type(value) is Tensor else value for value in args)
+    kwargs = {name: value.clone() if type(value) is Tensor else value for name, value in kwargs.items()}
     rest = args[1:] if args else ()
     options = {name: value for name, value in kwargs.items() if name != "dim"}
     name = func.__name__

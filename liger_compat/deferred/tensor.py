@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import reads, recognise
-from .gradient import Gradients, LazyGradient, OnceOnly
-from .metadata import needs_no_values
+from .gradient import Gradients, LazyGradient, refuse_to_differentiate
+from .metadata import is_about_gradients, needs_no_values
 from .pending import Op, Rows, row_numbers
 from .source import Cell, Source, apply, product
 
@@ -25,7 +25,7 @@ class DeferredLogits(Tensor):
     _lc_meta: Tensor
     """A meta tensor with the shape, strides and dtype."""
     _lc_base: "DeferredLogits | None"
-    """The deferred logits that these are a view of, or that their gradient needs; only where there is one."""
+    """The deferred logits that these are a view of; only where they need a gradient."""
     _lc_plain: Tensor | None
     """What is read in the place of these logits, with autograd history."""
 
@@ -72,6 +72,8 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if needs_no_values(func, name):
+            if is_about_gradients(func):
+                args, kwargs = _stand_in(args, name), _stand_in(kwargs, name)
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             return _without_lazy_gradients(result) if func is torch.autograd.grad else result
@@ -144,20 +146,17 @@ class HeadCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
-        # Not the source itself: what hangs on a node lives as long as somebody holds the loss.
-        ctx.dtype, ctx.fused = source.dtype, source.fused
+        ctx.dtype = source.dtype  # not the source itself: what hangs on a node lives as long as somebody holds the loss
         return _head_output(source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, bias = ctx.saved_tensors
         if isinstance(grad, LazyGradient):
-            gradients = grad.lc_of_operands()
-        else:
-            gradients = HeadCall.gradients(ctx, grad, hidden, weight, bias)
-        if torch.is_grad_enabled() and ctx.fused:
-            gradients = OnceOnly.apply(hidden, weight, bias, *gradients)  # type: ignore[no-untyped-call]
-        return (*gradients, None)
+            if not grad.lc_is_edited:
+                return (*grad.lc_of_operands(), None)
+            grad = grad.lc_real()
+        return (*HeadCall.gradients(ctx, grad, hidden, weight, bias), None)
 
     @staticmethod
     def gradients(ctx: Any, grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
@@ -187,13 +186,18 @@ class Pending(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if isinstance(grad, LazyGradient):
-            return grad.lc_before(ctx.meta), None, None
+            if not grad.lc_is_edited:
+                return grad.lc_before(ctx.meta), None, None
+            grad = grad.lc_real()
 
         def logits() -> Tensor:
             hidden, weight, bias = ctx.saved_tensors
             return apply(ctx.ops, product(hidden, weight, bias, ctx.dtype))
 
-        return ctx.op.adjoint(grad, logits, ctx.meta.shape, ctx.meta.dtype), None, None
+        result = ctx.op.adjoint(grad, logits, ctx.meta.shape, ctx.meta.dtype)
+        if torch.is_grad_enabled() and ctx.op.needs_logits:  # create_graph=True
+            result = refuse_to_differentiate(result)
+        return result, None, None
 
 
 class Materialise(torch.autograd.Function):
@@ -244,7 +248,7 @@ def _apply(op: Op, logits: DeferredLogits) -> Tensor:
     fold = None if cell.fold is None or (cell.fold.normalised and not op.after_softmax) else op.fold(cell.fold)
     new = Cell(cell.source, cell, op, rows, fold)
     if logits.requires_grad and torch.is_grad_enabled():
-        return Pending.apply(logits, op, (new, new_meta, logits if op.views or op.needs_logits else None))  # type: ignore[no-any-return, no-untyped-call]
+        return Pending.apply(logits, op, (new, new_meta, logits if op.views else None))  # type: ignore[no-any-return, no-untyped-call]
     return DeferredLogits.of(new, new_meta)
 
 
@@ -258,7 +262,7 @@ def _are_log_probabilities(value: Any) -> bool:
     if not isinstance(value, DeferredLogits) or not value.lc_is_lazy:
         return False
     fold = value._lc_cell.fold
-    return fold is not None and fold.normalised
+    return fold is not None and fold.normalised and value.dim() <= 2
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
@@ -280,6 +284,23 @@ def _plain(value: Any, name: str) -> Any:
     return value
 
 
+def _stand_in(value: Any, name: str) -> Any:
+    """An argument with the tensor that is in the graph in the place of a deferred view.
+
+    What is read through a view is made from what it is a view of, so that writes into either are seen by both. Who asks for
+    the gradient of the view must ask for that of what is read.
+    """
+    if isinstance(value, DeferredLogits):
+        if value._lc_base is None or (value.lc_is_lazy and name not in _HOOKS):
+            return value
+        return value.lc_plain(name)
+    if isinstance(value, list | tuple):
+        return type(value)(_stand_in(item, name) for item in value)
+    if isinstance(value, dict):
+        return {key: _stand_in(item, name) for key, item in value.items()}
+    return value
+
+
 def _values(value: Any, name: str) -> Any:
     """The same below autograd."""
     with torch.no_grad():
@@ -292,4 +313,5 @@ def _without_lazy_gradients(result: Any) -> Any:
 
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
+_HOOKS = ("register_hook", "retain_grad")
 _SHAPED_LIKE = {Tensor.view_as, Tensor.reshape_as}
