@@ -25,9 +25,7 @@ _ABOUT_GRADIENTS = {
     Tensor.backward,
     Tensor.register_hook,
     Tensor.retain_grad,
-    Tensor.grad.__get__,  # type: ignore[attr-defined]
-    Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+    *(vars(Tensor.__base__)[name].__get__ for name in ("grad", "retains_grad", "grad_fn")),
 }
 _DATA_ATTRIBUTES = {"names", "data", "real", "imag", "T", "mT", "H", "mH"}
 _WITHOUT_VALUES = {torch.autograd.grad, torch.autograd.backward, torch.is_floating_point, torch.is_complex, torch.numel} | {

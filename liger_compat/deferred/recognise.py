@@ -177,7 +177,8 @@ def _reshape(func: Callable[..., Any], logits: Tensor, args: tuple[Any, ...], kw
 
 
 def _index(logits: Tensor, key: Any) -> Op | None:
-    keys = tuple(k.clone() if type(k) is Tensor else k for k in (key if isinstance(key, tuple) else (key,)))
+    keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+    keys = tuple(k.clone() if type(k) is Tensor else k for k in keys)
     key = keys if isinstance(key, tuple) else keys[0]
     if not all(k is Ellipsis or type(k) in (int, slice) or _is_index(k) for k in keys):
         return None
