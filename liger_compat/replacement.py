@@ -12,11 +12,12 @@ from .errors import PatchReplacedError
 class Replacement:
     """An attribute of a module inside the patched model, with what undoing its replacement needs.
 
-    It names the module by its path: a reference would be a cycle, and keep a deleted model's memory until the garbage
-    collector runs.
+    The module is found again by what was set on it: a reference would be a cycle, and keep a deleted model's memory until the
+    garbage collector runs.
     """
 
     path: str
+    """Where the module was; libraries wrap modules, and it may be elsewhere by now."""
     name: str
     ours: object
     theirs: object

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .pending import Op
+from .recognise import replace
 from .source import apply, product
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -177,13 +178,7 @@ def _always(tensor: Tensor) -> Callable[[], Tensor]:
 
 def _real(value: Any) -> Any:
     """An argument with every lazy gradient in it computed."""
-    if isinstance(value, LazyGradient):
-        return value.lc_real()
-    if isinstance(value, list | tuple):
-        return type(value)(_real(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
-    return value
+    return replace(value, LazyGradient, LazyGradient.lc_real)
 
 
 _aten = torch.ops.aten

@@ -246,5 +246,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(value.values()))
 
 
+def replace(value: Any, kind: type[Tensor], by: Callable[[Any], Tensor]) -> Any:
+    """An argument with `by(tensor)` in the place of every tensor of one class in it."""
+    if isinstance(value, kind):
+        return by(value)
+    if isinstance(value, list | tuple) and any(isinstance(tensor, kind) for tensor in tensors_in(value)):
+        return type(value)(replace(item, kind, by) for item in value)
+    if isinstance(value, dict):
+        return {key: replace(item, kind, by) for key, item in value.items()}
+    return value
+
+
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

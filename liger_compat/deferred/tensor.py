@@ -275,13 +275,7 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
 
 def _plain(value: Any, name: str) -> Any:
     """An argument with a plain tensor in the place of every deferred one."""
-    if isinstance(value, DeferredLogits):
-        return value.lc_plain(name)
-    if isinstance(value, list | tuple) and any(True for t in recognise.tensors_in(value) if isinstance(t, DeferredLogits)):
-        return type(value)(_plain(item, name) for item in value)
-    if isinstance(value, dict):
-        return {key: _plain(item, name) for key, item in value.items()}
-    return value
+    return recognise.replace(value, DeferredLogits, lambda logits: logits.lc_plain(name))
 
 
 def _stand_in(value: Any, name: str) -> Any:
@@ -290,15 +284,12 @@ def _stand_in(value: Any, name: str) -> Any:
     What is read through a view is made from what it is a view of, so that writes into either are seen by both. Who asks for
     the gradient of the view must ask for that of what is read.
     """
-    if isinstance(value, DeferredLogits):
-        if value._lc_base is None or (value.lc_is_lazy and name not in _HOOKS):
-            return value
-        return value.lc_plain(name)
-    if isinstance(value, list | tuple):
-        return type(value)(_stand_in(item, name) for item in value)
-    if isinstance(value, dict):
-        return {key: _stand_in(item, name) for key, item in value.items()}
-    return value
+
+    def of(logits: DeferredLogits) -> Tensor:
+        waits = logits._lc_base is None or (logits.lc_is_lazy and name not in _HOOKS)
+        return logits if waits else logits.lc_plain(name)
+
+    return recognise.replace(value, DeferredLogits, of)
 
 
 def _values(value: Any, name: str) -> Any:
